@@ -61,7 +61,7 @@ def effect_of(path: str) -> str:
         return 'live; rolling from or to `"Off"` if a bound has no `max`'
     if path == "rollout.drainTimeout":
         return "rolling"
-    if top == "engine" and rest in record.TOLD_LIVE:
+    if top == "engine" and rest in record.LIVE_FIELDS:
         return "live"
     return "live" if top in record.NOT_RENDERED else "rolling"
 

@@ -115,7 +115,7 @@ def test_the_cluster_role_holds_exactly_what_the_operator_does() -> None:
     assert rights(one(render(), "ClusterRole")) == WORKLOAD_RIGHTS | CLUSTER_RIGHTS
 
 
-def test_with_named_namespaces_the_rights_on_workloads_end_there() -> None:
+def test_namespaced_install_limits_workload_permissions() -> None:
     manifests = render("watchNamespaces={team-a,team-b}")
     assert rights(one(manifests, "ClusterRole")) == CLUSTER_RIGHTS
     roles = [m for m in manifests if m["kind"] == "Role" and m["metadata"]["namespace"] != NAMESPACE]
@@ -127,7 +127,7 @@ def test_with_named_namespaces_the_rights_on_workloads_end_there() -> None:
     assert all(binding["subjects"] == [account] for binding in bindings)
 
 
-def test_with_named_namespaces_and_no_webhook_nothing_holds_for_the_whole_cluster() -> None:
+def test_namespaced_install_without_webhook_has_no_cluster_roles() -> None:
     kinds = {manifest["kind"] for manifest in render("watchNamespaces={a}", "webhook.enabled=false")}
     assert not kinds & {"ClusterRole", "ClusterRoleBinding"}
 
@@ -204,7 +204,7 @@ def test_every_argument_is_one_that_the_operator_knows(settings: tuple[str, ...]
 # --- webhook and monitoring -------------------------------------------------------------------------------------------
 
 
-def test_the_webhook_fails_closed_for_our_kind_alone_and_leaves_the_authority_to_the_operator() -> None:
+def test_webhook_fails_closed_for_its_kind_only() -> None:
     (hook,) = one(render(), "ValidatingWebhookConfiguration")["webhooks"]
     assert (hook["failurePolicy"], hook["sideEffects"], hook["timeoutSeconds"]) == ("Fail", "None", 5)
     assert {group for rule in hook["rules"] for group in rule["apiGroups"]} == {"trimtab.dev"}
@@ -214,7 +214,7 @@ def test_the_webhook_fails_closed_for_our_kind_alone_and_leaves_the_authority_to
     assert service["spec"]["selector"].items() <= labels.items()
 
 
-def test_there_are_two_operators_on_different_nodes_and_a_drain_leaves_one_to_answer_the_webhook() -> None:
+def test_two_operators_run_on_different_nodes_with_pdb() -> None:
     manifests = render()
     deployment, budget = one(manifests, "Deployment"), one(manifests, "PodDisruptionBudget")
     labels = deployment["spec"]["template"]["metadata"]["labels"]
@@ -226,7 +226,7 @@ def test_there_are_two_operators_on_different_nodes_and_a_drain_leaves_one_to_an
     assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
 
 
-def test_one_operator_alone_keeps_no_node_from_being_drained() -> None:
+def test_single_operator_does_not_block_drains() -> None:
     assert "PodDisruptionBudget" not in [manifest["kind"] for manifest in render("replicas=1")]
 
 
@@ -236,7 +236,7 @@ def test_no_webhook_stands_before_scale() -> None:
     assert [resource for rule in hook["rules"] for resource in rule["resources"]] == ["inferencedeployments"]
 
 
-def test_without_the_webhook_nothing_of_it_is_installed() -> None:
+def test_disabled_webhook_is_not_rendered() -> None:
     manifests = render("webhook.enabled=false")
     assert all(m["kind"] != "ValidatingWebhookConfiguration" for m in manifests)
     assert not any("validatingwebhookconfigurations" in r for r in rights(one(manifests, "ClusterRole")))
@@ -247,7 +247,7 @@ SERVES_MONITORING = ["--api-versions", "monitoring.coreos.com/v1"]
 
 
 @pytest.mark.parametrize(("kind", "value"), [("PodMonitor", "podMonitor"), ("PrometheusRule", "alerts")])
-def test_the_operator_is_watched_where_the_cluster_serves_the_kind_and_nobody_minds(kind: str, value: str) -> None:
+def test_pod_monitor_needs_its_kind_and_setting(kind: str, value: str) -> None:
     def count(*settings: str, options: Sequence[str] = ()) -> int:
         return sum(m["kind"] == kind for m in render(*settings, options=options))
 
@@ -276,7 +276,7 @@ def choices(*settings: str, options: Sequence[str] = ()) -> dict[str, Any]:
     return {flag: json.loads(value) for flag, _, value in told}
 
 
-def test_what_the_administrator_chooses_for_all_resources_reaches_the_operator() -> None:
+def test_installation_settings_become_operator_flags() -> None:
     told = choices(
         "networkPolicy.clients[0].podSelector.matchLabels.app=front",
         "metrics.podMonitor.interval=30s",
@@ -319,9 +319,7 @@ def test_network_policies_let_the_operators_own_pods_in() -> None:
     ("settings", "options"),
     [(["networkPolicy.enabled=false"], []), ([], ["--kube-version", "1.20.2"])],  # no names on namespaces there
 )
-def test_without_the_means_to_let_the_operator_in_no_network_policy_is_made(
-    settings: list[str], options: list[str]
-) -> None:
+def test_network_policy_needs_operator_peer(settings: list[str], options: list[str]) -> None:
     assert "--network-policy" not in choices(*settings, options=options)
 
 
@@ -368,7 +366,7 @@ def test_prometheus_is_named_with_what_it_takes_to_be_believed() -> None:
     ]
 
 
-def test_without_prometheus_nothing_of_it_is_rendered() -> None:
+def test_values_without_prometheus_render_no_monitoring() -> None:
     pod = one(render(), "Deployment")["spec"]["template"]["spec"]
     assert not [argument for argument in pod["containers"][0]["args"] if "prometheus" in argument]
     assert "prometheus" not in {volume["name"] for volume in pod["volumes"]}

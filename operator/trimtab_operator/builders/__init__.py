@@ -1,4 +1,4 @@
-"""One pure file per kind of child. Equal deployments give equal manifests: no clock, no randomness, no environment.
+"""Builders of child manifests, one module per kind. Pure: equal deployments give equal manifests.
 
-Manifests carry no owner and no field manager: `cluster.py` adds both.
+Manifests have no owner and no field manager; `kube/client.py` adds both.
 """

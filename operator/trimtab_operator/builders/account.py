@@ -1,6 +1,6 @@
-"""The ServiceAccount of a resource's pods: an identity of their own, which has no token and no rights.
+"""ServiceAccount of a resource's pods, without a token and without permissions.
 
-Clouds and policies know pods by it, and nothing that is granted to the namespace's `default` account reaches an engine.
+Clouds and policies identify pods by it, and permissions of the namespace's `default` account do not apply to engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from trimtab_operator.resource.spec import InferenceDeployment
 
 
 def service_account(deployment: InferenceDeployment) -> dict[str, Any]:
-    """The account of engines, and of the Job that reads their model."""
+    """Return the ServiceAccount of engines and of the Job that reads their model."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",

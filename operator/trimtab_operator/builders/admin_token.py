@@ -1,6 +1,6 @@
-"""One bearer token per resource, derived from a single secret of the operator's; pods hold only the hash.
+"""Admin bearer tokens, one per resource, derived from the operator's secret. Pods have only the hash.
 
-So users' namespaces need no Secret, and reading a pod's arguments gives nobody access to the admin API.
+Therefore users' namespaces need no Secret, and a pod's arguments do not give access to the admin API.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass, field
 
 SECRET_KEY = "key"  # noqa: S105 - the name of a field
-FORMER_KEY = "former-key"  # the name of a field: what `key` was before it was changed
+FORMER_KEY = "former-key"  # the name of a field: the previous value of `key`
 SECRET_BYTES = 32
 
 
@@ -20,25 +20,24 @@ def new_secret() -> bytes:
 
 
 def admin_token(secret: bytes, uid: str) -> str:
-    """hex(HMAC-SHA256(secret, uid)): docs/reference/contract.md, section 7."""
+    """Return hex(HMAC-SHA256(secret, uid)); see docs/reference/contract.md, section 7."""
     return hmac.new(secret, uid.encode(), hashlib.sha256).hexdigest()
 
 
 def token_hash(token: str) -> str:
-    """What the engine is started with."""
+    """Return the hash of a token, which is an argument of the engine."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The admin tokens of one resource: the `present` one, which new pods are told, and the `former` one, which pods
-    keep that were started before the operator's secret was changed."""
+    """Admin tokens of one resource: `present` for new pods, `former` for pods from before a rotation of the secret."""
 
     present: str = field(repr=False)
     former: str | None = field(default=None, repr=False)
 
     def for_hash(self, sha256: str | None) -> str:
-        """The token of an engine that was started with this hash; of one whose hash is not known, the present one."""
+        """Return the token of an engine with this hash; the present token if the hash is unknown."""
         if self.former is not None and sha256 == token_hash(self.former):
             return self.former
         return self.present

@@ -1,4 +1,4 @@
-"""The ConfigMaps: what the operator remembers of one resource across its own restarts. All are rebuilt if lost."""
+"""ConfigMaps with the operator's state of one resource across restarts. All are rebuilt if lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLLOUT_KEY = "rollout.json"
 
 
 def tuning_config_map(deployment: InferenceDeployment, state: str) -> dict[str, Any]:
-    """`state` is the tuner's own text."""
+    """Return the ConfigMap of the tuner's state; `state` is its signed text."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -33,7 +33,7 @@ def tuning_config_map(deployment: InferenceDeployment, state: str) -> dict[str, 
 
 
 def facts_config_map(deployment: InferenceDeployment, data: Mapping[str, str]) -> dict[str, Any]:
-    """What is known of the model, or why nothing is."""
+    """Return the ConfigMap with the model's facts, or with the reason why they are unknown."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -47,7 +47,7 @@ def facts_config_map(deployment: InferenceDeployment, data: Mapping[str, str]) -
 
 
 def rollout_config_map(deployment: InferenceDeployment, state: str) -> dict[str, Any]:
-    """The last form that worked, and what became of a change; `state` is the text of rollout/rollback.py."""
+    """Return the ConfigMap with the last known-good revision and the rollout attempt; see rollout/rollback.py."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

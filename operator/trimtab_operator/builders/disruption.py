@@ -1,4 +1,4 @@
-"""The PodDisruptionBudget: how many replicas may be taken at once by who drains nodes."""
+"""PodDisruptionBudget of a resource's replicas."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from trimtab_operator.resource.spec import InferenceDeployment
 
 
 def disruption_budget(deployment: InferenceDeployment, *, max_down: int) -> dict[str, Any]:
-    """As many pods as replicas may be down in a rollout. One pod of a replica of several takes the others along, so
-    that its budget is used up until all are back. A single replica may be evicted: its node must not wait for ever.
+    """Return the budget: as many pods may be unavailable as replicas in a rollout.
+
+    In a replica with several pods, an eviction restarts all of them, so the budget is exhausted until all are back. A
+    single replica may be evicted, because otherwise its node could never be drained.
     """
     return {
         "apiVersion": "policy/v1",

@@ -1,6 +1,6 @@
-"""What a pod has for a model that is downloaded: a cache that it may write, and what the source wants of who asks.
+"""Volumes, flags and environment of pods with a downloaded model: the cache and the credentials of the source.
 
-Secrets go into the engine's container as files or variables; the operator renders their names and reads none of them.
+Secrets are mounted or set as variables in the engine's container. The operator renders their names and reads none.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ CACHE_MOUNT = "/models/cache"
 TOKEN_MOUNT, TOKEN_FILE = "/etc/trimtab/hub", "token"
 ACCOUNTS_VOLUME, ACCOUNTS_MOUNT, ACCOUNTS_FILE = "trimtab-registry", "/etc/trimtab/registry", "config.json"
 PULL_SECRET_KEY = ".dockerconfigjson"  # noqa: S105 - the key in Secrets of the type kubernetes.io/dockerconfigjson
-OWN_CACHE_SIZE = "200Gi"  # of a pod's own cache: a node's disk is everybody's
+OWN_CACHE_SIZE = "200Gi"  # of a cache in the pod, which shares the node's disk with other pods
 S3_KEYS = {"AWS_ACCESS_KEY_ID": False, "AWS_SECRET_ACCESS_KEY": False, "AWS_SESSION_TOKEN": True}
-"""Keys of the Secret, which are the variables too; whether one may be missing."""
+"""Keys of the Secret, which are also the names of the variables; True if a key is optional."""
 
-SWITCH = object()  # in place of the value of a flag that has none
+SWITCH = object()  # value of a flag without a value
 
 
 def download_flags(spec: Spec) -> dict[str, object | None]:
-    """Where the engine keeps what it fetches, and how it asks for it."""
+    """Return the engine's flags for the download folder and the source."""
     if not spec.model.is_downloaded:
         return {}
-    return {"--download-dir": CACHE_MOUNT, "--download-dir-size": _size(spec.model), **asking_flags(spec)}
+    return {"--download-dir": CACHE_MOUNT, "--download-dir-size": _size(spec.model), **source_flags(spec)}
 
 
-def asking_flags(spec: Spec) -> dict[str, object | None]:
-    """How the source is asked, also by who keeps nothing."""
+def source_flags(spec: Spec) -> dict[str, object | None]:
+    """Return the flags for access to the source, also used by the Job that reads the model."""
     s3, oci = spec.model.s3, spec.model.oci
     has_accounts = oci is not None and oci.pull_secret is not None
     return {
@@ -40,7 +40,9 @@ def asking_flags(spec: Spec) -> dict[str, object | None]:
 
 
 def download_env(spec: Spec) -> list[dict[str, Any]]:
-    """Where the sources' own libraries find token, keys and address. Nobody but the engine's container reads them."""
+    """Return the variables with token, keys and endpoint for the sources' libraries. Only the engine's container has
+    them.
+    """
     found: list[dict[str, Any]] = []
     if spec.model.token_secret_ref is not None:
         found.append({"name": "HF_TOKEN_PATH", "value": f"{TOKEN_MOUNT}/{TOKEN_FILE}"})
@@ -59,7 +61,7 @@ def download_env(spec: Spec) -> list[dict[str, Any]]:
 
 
 def cache_volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The volume for what is fetched, and its mount."""
+    """Return the volume of the download cache and its mount."""
     if not spec.model.is_downloaded:
         return [], []
     claim = cache_claim(spec)
@@ -71,12 +73,12 @@ def cache_volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]
 
 
 def cache_claim(spec: Spec) -> str | None:
-    """The claim that holds what is fetched; None: a volume of the pod's own does."""
+    """Return the PersistentVolumeClaim of the cache; None if the cache is a volume of the pod."""
     return None if spec.model.cache is None else spec.model.cache.claim_name
 
 
 def secret_volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The volume with the hub's token or the registry's accounts, and its mount."""
+    """Return the volume with the hub's token or the registry's credentials, and its mount."""
     token, oci = spec.model.token_secret_ref, spec.model.oci
     if token is not None:
         return _as_file(TOKEN_VOLUME, token.name, token.key, TOKEN_MOUNT, TOKEN_FILE)
@@ -86,7 +88,7 @@ def secret_volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any
 
 
 def pinned_uri(model: ModelSource, pin: str | None) -> str:
-    """The uri with what its revision meant when the model was read; without that, as it is written."""
+    """Return the uri with the pinned revision; with the revision of the spec if there is no pin."""
     place, revision = model.parts
     wanted = pin or revision
     if wanted is None:

@@ -1,4 +1,4 @@
-"""Where a child in the cluster differs from what is rendered. Pure."""
+"""Comparison of a child in the cluster with its rendered manifest. Pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from trimtab_operator.resource.quantity import is_same_quantity
 
-LIST_KEYS = {  # lists that server-side apply merges by key: entries of others are not ours to judge
+LIST_KEYS = {  # lists that server-side apply merges by key; entries of other field managers are ignored
     "containers": "name",
     "env": "name",
     "volumes": "name",
     "volumeMounts": "mountPath",
     "imagePullSecrets": "name",
 }
-WHOLE_MAPS = ("spec.selector",)  # server-side apply replaces these as one: what is added to them is drift
-EMPTY: tuple[Any, ...] = (None, "", {}, [])  # the API server leaves these out
+WHOLE_MAPS = ("spec.selector",)  # server-side apply replaces these as a whole, so added keys are drift
+EMPTY: tuple[Any, ...] = (None, "", {}, [])  # the API server omits these
 
 
 def first_difference(wanted: Any, present: Any, path: str = "") -> str | None:
-    """Path of the first thing that we render and that is otherwise in the cluster; None when all is as rendered.
+    """Return the path of the first rendered field that differs in the cluster; None if there is no difference.
 
-    What is in the cluster and not rendered is somebody else's (defaults, injected labels) and does not count.
+    Fields that are not rendered (defaults, injected labels) are ignored.
     """
     if wanted == present or (wanted in EMPTY and present in EMPTY):
         return None

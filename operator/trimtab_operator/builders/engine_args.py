@@ -1,4 +1,4 @@
-"""The engine's command line: spec and caps only. Tuned values never enter it; they are PATCHed after each start."""
+"""Command line of the engine, from the spec and the caps. Tuned values are not included; they are PATCHed at start."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from decimal import Decimal
 
 from trimtab_operator.builders.download import SWITCH, download_flags, pinned_uri
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
-from trimtab_operator.builders.meeting_secret import MEETING_MOUNT, MEETING_SECRET_KEY
-from trimtab_operator.builders.mounted import mounted_path
+from trimtab_operator.builders.model_volume import mounted_path
+from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_MOUNT, RENDEZVOUS_SECRET_KEY
 from trimtab_operator.layout import layout_of
-from trimtab_operator.resource.live_parameters import knobs
+from trimtab_operator.resource.live_parameters import live_parameters
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculative
 
-MEETING_FLAG = "--master-addr"
+MASTER_ADDR_FLAG = "--master-addr"
 TOKEN_FLAG = "--admin-token-sha256"  # noqa: S105 - the name of a flag
 
 
 def model_path(deployment: InferenceDeployment) -> str:
-    """Where the engine finds the model inside its container, or under which name it fetches it."""
+    """Return the model's path in the container, or the uri from which the engine downloads it."""
     spec = deployment.spec
     if spec.model.is_downloaded:
         return pinned_uri(spec.model, deployment.commit)
@@ -28,12 +28,12 @@ def model_path(deployment: InferenceDeployment) -> str:
 
 
 def served_name(spec: Spec) -> str:
-    """The name clients send as `model`."""
+    """Return the name that clients send as `model`."""
     return spec.model.name_for_clients
 
 
 def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> list[str]:
-    """Arguments of `trimtab-engine`, one flag per item."""
+    """Return the arguments of `trimtab-engine`, one flag per item."""
     spec = deployment.spec
     flags: dict[str, object | None] = {
         "--served-model-name": served_name(spec),
@@ -46,7 +46,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         "--block-size": spec.engine.block_size,
         "--kv-cache-dtype": spec.engine.kv_cache_dtype,
         "--quantization": spec.engine.quantization,
-        **_knob_flags(spec),
+        **_live_parameter_flags(spec),
         **_engine_flags(spec),
         **_layout_flags(spec),
         "--shutdown-timeout": f"{parse_seconds(spec.rollout.drain_timeout):g}",
@@ -55,7 +55,7 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
 
 
 def as_arguments(flags: Mapping[str, object | None]) -> list[str]:
-    """One item per flag that has a value."""
+    """Return one item per flag that has a value."""
     return [flag if value is SWITCH else f"{flag}={value}" for flag, value in flags.items() if value is not None]
 
 
@@ -78,7 +78,7 @@ def _engine_flags(spec: Spec) -> dict[str, object | None]:
 
 
 def _layout_flags(spec: Spec) -> dict[str, object | None]:
-    """None of them for one rank. Where a group's ranks meet is the group's own matter (`group_flags`)."""
+    """Return the flags of the layout; empty for one rank. `group_flags` adds the rendezvous address."""
     layout, parallelism = layout_of(spec), spec.parallelism
     if layout.world_size == 1:
         return {}
@@ -89,34 +89,34 @@ def _layout_flags(spec: Spec) -> dict[str, object | None]:
         "--enable-expert-parallel": SWITCH if parallelism.expert else None,
         "--nnodes": layout.pods if layout.pods > 1 else None,
         "--master-port": RENDEZVOUS_PORT if layout.pods > 1 else None,
-        "--rendezvous-secret-file": f"{MEETING_MOUNT}/{MEETING_SECRET_KEY}" if layout.pods > 1 else None,
+        "--rendezvous-secret-file": f"{RENDEZVOUS_MOUNT}/{RENDEZVOUS_SECRET_KEY}" if layout.pods > 1 else None,
     }
 
 
 def group_flags(*, address: str, revision: str, role: str) -> list[str]:
-    """What the pods of one group of several are told beyond the template: where to meet, whom, and who they are.
+    """Return the flags of a group with several pods that the template lacks: rendezvous address and id, node rank.
 
-    Ranks of another revision are kept out by the id. A worker's number follows from its pod's.
+    The id excludes ranks of another revision. A worker derives its node rank from its pod's name.
     """
     return [
-        f"{MEETING_FLAG}={address}",
+        f"{MASTER_ADDR_FLAG}={address}",
         f"--rendezvous-id={revision}",
         f"--node-rank={0 if role == LEADER else 'auto'}",
     ]
 
 
 def _modality_limits(limits: Mapping[str, int] | None) -> str | None:
-    """vLLM's JSON, in one spelling per value."""
+    """Return vLLM's JSON, canonical for equal values."""
     return None if limits is None else json.dumps(limits, sort_keys=True)
 
 
 def _gibibytes(size: str | None) -> str | None:
-    """A quantity as a number of GiB, which is what the flag takes."""
+    """Convert a quantity to GiB, the unit of the flag."""
     return None if size is None else plain(parse_quantity(size) / (1 << 30))
 
 
 def _speculative_config(speculative: Speculative | None) -> str | None:
-    """vLLM's JSON, in one spelling per value."""
+    """Return vLLM's JSON, canonical for equal values."""
     if speculative is None:
         return None
     model = None if speculative.model is None else speculative.model.removeprefix("file://")
@@ -128,18 +128,18 @@ def _speculative_config(speculative: Speculative | None) -> str | None:
     return json.dumps({name: value for name, value in fields.items() if value is not None}, sort_keys=True)
 
 
-def _knob_flags(spec: Spec) -> dict[str, object]:
-    """Start values that the spec gives, and caps."""
+def _live_parameter_flags(spec: Spec) -> dict[str, object]:
+    """Return the flags of start values in the spec and of caps."""
     flags: dict[str, object] = {}
-    for knob in knobs(spec):
-        flag = "--" + knob.field.replace("_", "-")
-        if knob.is_start_given and knob.start is not None:
-            flags[flag] = plain(knob.start)
-        if knob.cap is not None:
-            flags[f"{flag}-cap"] = plain(knob.cap)
+    for parameter in live_parameters(spec):
+        flag = "--" + parameter.field.replace("_", "-")
+        if parameter.is_start_given and parameter.start is not None:
+            flags[flag] = plain(parameter.start)
+        if parameter.cap is not None:
+            flags[f"{flag}-cap"] = plain(parameter.cap)
     return flags
 
 
 def plain(value: Decimal) -> str:
-    """0.90 → 0.9, 1E+3 → 1000: one spelling per value, so that respelling a value rolls nothing."""
+    """Format a number canonically (0.90 → 0.9, 1E+3 → 1000), so that another spelling does not roll the pods."""
     return format(value.normalize(), "f")

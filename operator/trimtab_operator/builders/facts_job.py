@@ -1,6 +1,6 @@
-"""The Job NAME-facts: `trimtab-engine inspect MODEL` once, in the engine's image, where the model can be read.
+"""Job NAME-facts, which runs `trimtab-engine inspect MODEL` once in the engine's image with access to the model.
 
-It asks for no GPU and reads headers only. It hands its result over as the container's termination message.
+It requests no GPU and reads headers only. Its result is the container's termination message.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from trimtab_operator.builders.download import asking_flags, download_env, secret_volumes
+from trimtab_operator.builders.download import download_env, secret_volumes, source_flags
 from trimtab_operator.builders.engine_args import as_arguments, model_path
 from trimtab_operator.builders.labels import (
     FACTS_COMPONENT,
@@ -17,8 +17,8 @@ from trimtab_operator.builders.labels import (
     facts_name,
     leader_selector,
 )
-from trimtab_operator.builders.mounted import model_claim, model_volumes
-from trimtab_operator.builders.overlay import lay_over
+from trimtab_operator.builders.model_volume import model_claim, model_volumes
+from trimtab_operator.builders.overlay import apply_overlay
 from trimtab_operator.builders.pod import CONTAINER, ENGINE_USER
 from trimtab_operator.resource.spec import (
     ContainerOverlay,
@@ -28,19 +28,19 @@ from trimtab_operator.resource.spec import (
     TemplateMetadata,
 )
 
-TERMINATION_LOG = "/dev/termination-log"  # where the kubelet reads a container's last words: 4096 bytes
-RETRIES = 0  # of the Job itself: the operator reads the last words first and then retries with a backoff of its own
-DEADLINE_SECONDS = 3600  # headers are read in seconds; the rest is for a node that is still to come
-KEPT_SECONDS = 3600  # a result that nobody read, because no operator runs: long enough to look, then it is made again
+TERMINATION_LOG = "/dev/termination-log"  # termination message that the kubelet reads: 4096 bytes
+RETRIES = 0  # of the Job; the operator reads the termination message and retries with its own backoff
+DEADLINE_SECONDS = 3600  # headers are read in seconds; the rest is for node scale-up
+RESULT_TTL_SECONDS = 3600  # for results that no operator has read; the Job is created again later
 REQUESTS = {"cpu": "50m", "memory": "128Mi"}
 LIMITS = {
     "cpu": "1",
     "memory": "1Gi",
-}  # quotas may insist on both; the headers of the largest checkpoints are some tens of MiB
+}  # quotas may require both; the headers of the largest checkpoints are tens of MiB
 
 
 def facts_job(deployment: InferenceDeployment, annotations: dict[str, str]) -> dict[str, Any]:
-    """The Job; `annotations` say whose facts it reads."""
+    """Return the Job; `annotations` identify the model that it reads."""
     labels = {**common_labels(deployment), "app.kubernetes.io/component": FACTS_COMPONENT}
     rendered = {"metadata": {"labels": labels}, "spec": _pod(deployment)}
     return {
@@ -55,8 +55,8 @@ def facts_job(deployment: InferenceDeployment, annotations: dict[str, str]) -> d
         "spec": {
             "backoffLimit": RETRIES,
             "activeDeadlineSeconds": DEADLINE_SECONDS,
-            "ttlSecondsAfterFinished": KEPT_SECONDS,
-            "template": lay_over(rendered, _with_what_a_reader_needs(deployment)),
+            "ttlSecondsAfterFinished": RESULT_TTL_SECONDS,
+            "template": apply_overlay(rendered, _with_reader_overlay(deployment)),
         },
     }
 
@@ -96,7 +96,7 @@ def _container(deployment: InferenceDeployment) -> dict[str, Any]:
             model_path(deployment),
             "--output=json",
             f"--output-file={TERMINATION_LOG}",
-            *as_arguments(asking_flags(deployment.spec)),
+            *as_arguments(source_flags(deployment.spec)),
         ],
         "env": [
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the only folder in the pod that can be written
@@ -109,21 +109,24 @@ def _container(deployment: InferenceDeployment) -> dict[str, Any]:
             "readOnlyRootFilesystem": True,
         },
         "terminationMessagePath": TERMINATION_LOG,
-        "terminationMessagePolicy": "FallbackToLogsOnError",  # one that was killed wrote nothing
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # a killed container wrote no message
         "volumeMounts": mounts,
     }
 
 
 def _near_the_engines(deployment: InferenceDeployment) -> dict[str, Any]:
-    """A claim may be bound to one node at a time: rather go where engines already have it."""
+    """Return an affinity to the engines' nodes, because a claim may be bound to one node at a time."""
     term = {"labelSelector": {"matchLabels": leader_selector(deployment)}, "topologyKey": "kubernetes.io/hostname"}
     preferred = [{"weight": 100, "podAffinityTerm": term}]
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
-def _with_what_a_reader_needs(deployment: InferenceDeployment) -> InferenceDeployment:
-    """The user's overlay without what only an engine needs: resources, environment, labels, schedule. Who asks for
-    a model elsewhere keeps the environment, which names mirrors and proxies, and the account, which may be who asks."""
+def _with_reader_overlay(deployment: InferenceDeployment) -> InferenceDeployment:
+    """Return the deployment with the overlay that the Job needs, without resources, labels and scheduling of engines.
+
+    For downloaded models, the Job keeps the environment, which may name mirrors and proxies, and the ServiceAccount,
+    which may be the identity for the source.
+    """
     overlay = deployment.spec.template
     pod = overlay.spec
     asks = deployment.spec.model.is_downloaded

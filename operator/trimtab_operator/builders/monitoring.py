@@ -1,7 +1,6 @@
-"""How Prometheus reads a resource's engines, and what it alerts on: a PodMonitor and a PrometheusRule.
+"""PodMonitor and PrometheusRule of a resource's engines (monitoring.coreos.com/v1).
 
-The Prometheus operator's kinds (monitoring.coreos.com/v1). An alert says what its reader loses and what to look at; its
-thresholds on latency are what `spec.objectives` promises.
+An alert describes the impact and the next step. The thresholds of latency alerts are `spec.objectives`.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
 
 API_VERSION = "monitoring.coreos.com/v1"
-SILENT_SECONDS = 60  # no step takes so long: the core is gone, or stands still
-RECOMPUTED_SHARE = 0.2  # of the tokens that prompts bring: work that preemptions make the GPU do twice
+MAX_SILENCE_SECONDS = 60  # no step takes that long: the core has exited or hangs
+RECOMPUTED_SHARE = 0.2  # fraction of prompt tokens that are computed again after preemptions
 
 
 def pod_monitor(deployment: InferenceDeployment, monitoring: PodMonitoring) -> dict[str, Any]:
-    """Leaders alone: one series of each kind per replica."""
+    """Return the PodMonitor of the leaders, so that each replica has one series per metric."""
     return {
         "apiVersion": API_VERSION,
         "kind": "PodMonitor",
@@ -33,7 +32,7 @@ def pod_monitor(deployment: InferenceDeployment, monitoring: PodMonitoring) -> d
 
 
 def prometheus_rule(deployment: InferenceDeployment, alerts: Alerts) -> dict[str, Any]:
-    """The alerts of one resource."""
+    """Return the alerts of one resource."""
     rules = [*_latency_alerts(deployment), *_health_alerts(deployment)]
     group = {"name": f"trimtab.{deployment.namespace}.{deployment.name}", "rules": rules}
     return {
@@ -53,17 +52,17 @@ def _metadata(deployment: InferenceDeployment, labels: dict[str, str]) -> dict[s
 
 
 def _latency_alerts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
-    """One per promise that a histogram can judge: not a mean per request, nor a target that grows with the prompt."""
+    """Return one alert per objective that a histogram can express: no request means, no per-prompt-token targets."""
     found, objectives = [], deployment.spec.objectives
     ttft = None if objectives is None else objectives.ttft
     itl = None if objectives is None else objectives.itl
     if ttft is not None and ttft.per_prompt_token is None:
         late = _late(deployment, "vllm:time_to_first_token_seconds", ttft.percentile, parse_seconds(ttft.target))
-        words = f"fewer than {ttft.percentile} percent of the requests get their first token within {ttft.target}"
+        words = f"fewer than {ttft.percentile} percent of requests meet the TTFT target of {ttft.target}"
         found.append(_alert(deployment, "TrimtabFirstTokensLate", late, "10m", "warning", words))
     if itl is not None and itl.kind == "Tokens":
         late = _late(deployment, "vllm:inter_token_latency_seconds", itl.percentile, parse_seconds(itl.target))
-        words = f"fewer than {itl.percentile} percent of the tokens follow the one before within {itl.target}"
+        words = f"fewer than {itl.percentile} percent of tokens meet the ITL target of {itl.target}"
         found.append(_alert(deployment, "TrimtabTokensLate", late, "10m", "warning", words))
     return found
 
@@ -84,15 +83,15 @@ def _health_alerts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
             f"up{own} == 0",
             "10m",
             "warning",
-            "{{ $labels.pod }} answers no scrape: see its events and its log",
+            "Prometheus cannot scrape {{ $labels.pod }}; check its events and its log",
         ),
         _alert(
             deployment,
             "TrimtabEngineFrozen",
-            f"max by (pod) (trimtab_core_silence_seconds{own}) > {SILENT_SECONDS}",
+            f"max by (pod) (trimtab_core_silence_seconds{own}) > {MAX_SILENCE_SECONDS}",
             "1m",
             "critical",
-            "nothing has been heard of the core of {{ $labels.pod }} for {{ $value | humanizeDuration }}",
+            "the engine core of {{ $labels.pod }} has not responded for {{ $value | humanizeDuration }}",
         ),
         _alert(
             deployment,
@@ -100,7 +99,7 @@ def _health_alerts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
             f"sum(rate(trimtab_failed_requests_total{own}[5m])) > 0",
             "5m",
             "warning",
-            "requests end with an error; the label reason of trimtab_failed_requests_total says which",
+            "requests fail with an error; see the label reason of trimtab_failed_requests_total",
         ),
         _alert(
             deployment,
@@ -108,14 +107,14 @@ def _health_alerts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
             f"{recomputed} > {RECOMPUTED_SHARE:g} * {brought}",
             "15m",
             "warning",
-            f"preemptions make the engines compute more than {RECOMPUTED_SHARE:.0%} of their prompts again: "
-            f"`kubectl trimtab why {deployment.name}` says what is done about it",
+            f"preemptions recompute more than {RECOMPUTED_SHARE:.0%} of prompt tokens; see `kubectl trimtab why "
+            f"{deployment.name}`",
         ),
     ]
 
 
 def _of(deployment: InferenceDeployment) -> str:
-    """Selects the series of this resource's engines, whoever scrapes them: by labels that every such scrape has."""
+    """Return the label matchers of this resource's engines, which do not depend on the scrape configuration."""
     return f'{{namespace="{deployment.namespace}",pod=~"{deployment.name}-g[0-9]+-0"}}'
 
 

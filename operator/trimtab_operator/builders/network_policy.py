@@ -1,7 +1,6 @@
-"""The NetworkPolicy of a resource's engines: clients reach the API, the operator its admin port, ranks each other.
+"""NetworkPolicy of a resource's engines: clients reach the API, the operator the admin port, ranks each other.
 
-What is allowed elsewhere adds up: another NetworkPolicy can open more, none can close what is open here. What engines
-themselves may reach is left alone.
+NetworkPolicies are additive: another policy can allow more, but cannot deny these. Egress is not restricted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from trimtab_operator.resource.spec import InferenceDeployment
 
 
 def network_policy(deployment: InferenceDeployment, access: NetworkAccess, *, spans_pods: bool) -> dict[str, Any]:
-    """`spans_pods`: whether replicas have several pods, whose ranks meet at one port and then talk at any."""
+    """Return the policy. If replicas span several pods, `spans_pods` allows any port between them, as ranks need."""
     engines = {
         "matchLabels": {DEPLOYMENT_LABEL: deployment.name},
         "matchExpressions": [{"key": ROLE_LABEL, "operator": "Exists"}],
@@ -36,7 +35,7 @@ def network_policy(deployment: InferenceDeployment, access: NetworkAccess, *, sp
 
 
 def _api(access: NetworkAccess) -> dict[str, Any]:
-    """Requests and metrics share a port. Without named clients it is open, as a Service is in any namespace."""
+    """Return the rule of the API port, which also serves metrics. It is open if no clients are configured."""
     if not access.clients:
         return {"ports": [_port(HTTP_PORT)]}
     return _from((*access.clients, *access.monitoring, access.operator), HTTP_PORT)

@@ -1,14 +1,14 @@
-"""Lays the user's pod template over the rendered pod. What may be laid over is decided in `validation.py`."""
+"""Overlay of the user's pod template on the rendered pod. The `validation` package restricts the overlay."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trimtab_operator.resource.allowed_privileges import LOCK_MEMORY, LOCKS_MEMORY
+from trimtab_operator.resource.allowed_privileges import LOCK_MEMORY, LOCK_MEMORY_SECURITY_CONTEXT
 from trimtab_operator.resource.spec import ContainerOverlay, InferenceDeployment, PodOverlay
 
-PASSED_ON = {  # attribute of the overlay → field of the pod, taken over as it is
+COPIED_FIELDS = {  # attribute of the overlay → field of the pod, copied unchanged
     "node_selector": "nodeSelector",
     "tolerations": "tolerations",
     "affinity": "affinity",
@@ -21,8 +21,8 @@ PASSED_ON = {  # attribute of the overlay → field of the pod, taken over as it
 }
 
 
-def lay_over(template: Mapping[str, Any], deployment: InferenceDeployment) -> dict[str, Any]:
-    """The rendered pod template with the user's overlay; neither argument changes."""
+def apply_overlay(template: Mapping[str, Any], deployment: InferenceDeployment) -> dict[str, Any]:
+    """Return the rendered pod template with the user's overlay; the arguments are not modified."""
     overlay = deployment.spec.template
     metadata = template["metadata"]
     merged = {
@@ -36,7 +36,7 @@ def lay_over(template: Mapping[str, Any], deployment: InferenceDeployment) -> di
 
 def _pod(pod: Mapping[str, Any], overlay: PodOverlay, allowed_privileges: frozenset[str]) -> dict[str, Any]:
     merged = dict(pod)
-    for attribute, field in PASSED_ON.items():
+    for attribute, field in COPIED_FIELDS.items():
         value = getattr(overlay, attribute)
         if value not in (None, (), {}):
             merged[field] = list(value) if isinstance(value, tuple) else value
@@ -48,14 +48,17 @@ def _pod(pod: Mapping[str, Any], overlay: PodOverlay, allowed_privileges: frozen
     (main,) = pod["containers"]
     for container in overlay.containers:
         main = _container(main, container)
-        if LOCK_MEMORY in allowed_privileges and (container.model_extra or {}).get("securityContext") == LOCKS_MEMORY:
-            main = _locking_memory(main)
+        if (
+            LOCK_MEMORY in allowed_privileges
+            and (container.model_extra or {}).get("securityContext") == LOCK_MEMORY_SECURITY_CONTEXT
+        ):
+            main = _with_memory_lock(main)
     merged["containers"] = [main]
     return merged
 
 
 def _volume(volume: Mapping[str, Any]) -> dict[str, Any]:
-    """The API server leaves `readOnly: false` out: rendering it would differ from what is there for ever."""
+    """Return the volume without `readOnly: false`, which the API server omits and which would be permanent drift."""
     claim = volume.get("persistentVolumeClaim")
     if not isinstance(claim, Mapping):
         return dict(volume)
@@ -78,9 +81,9 @@ def _container(container: Mapping[str, Any], overlay: ContainerOverlay) -> dict[
     return merged
 
 
-def _locking_memory(container: Mapping[str, Any]) -> dict[str, Any]:
+def _with_memory_lock(container: Mapping[str, Any]) -> dict[str, Any]:
     security = container["securityContext"]
-    capabilities = {**security["capabilities"], **LOCKS_MEMORY["capabilities"]}
+    capabilities = {**security["capabilities"], **LOCK_MEMORY_SECURITY_CONTEXT["capabilities"]}
     return {**container, "securityContext": {**security, "capabilities": capabilities}}
 
 
@@ -90,5 +93,5 @@ def _resources(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
 
 
 def _by_key(base: Iterable[Mapping[str, Any]], over: Iterable[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
-    """Items of `over` replace those of `base` with the same key; the order stays."""
+    """Merge two lists: items of `over` replace items of `base` with the same key and keep their position."""
     return list({item[key]: item for item in (*base, *over)}.values())

@@ -1,4 +1,4 @@
-"""The pods of one replica group: the engine in the container `main`, nothing else."""
+"""Pod specs of one replica group, with the engine as the only container `main`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from trimtab_operator.builders.download import cache_claim, cache_volumes, download_env, secret_volumes
 from trimtab_operator.builders.engine_args import engine_args
-from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name, meeting_secret_name
-from trimtab_operator.builders.meeting_secret import MEETING_MOUNT
-from trimtab_operator.builders.mounted import model_volumes
+from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name, rendezvous_secret_name
+from trimtab_operator.builders.model_volume import model_volumes
+from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_MOUNT
 from trimtab_operator.builders.startup import probe_seconds
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
 
 CONTAINER = "main"
-PRE_STOP_SECONDS = 5  # an engine that is to stop serves on for so long: until nobody is sent to it any more
-GRACE_MARGIN_SECONDS = 15  # beyond the drain timeout: aborting what is left, writing the last answers, exiting
-ENGINE_USER = 10001  # any non-root user will do; fixed, so that the image's own USER does not matter
+PRE_STOP_SECONDS = 5  # a terminating engine serves that long, until endpoint removal has propagated
+GRACE_MARGIN_SECONDS = 15  # after the drain timeout: abort requests, write the last responses, exit
+ENGINE_USER = 10001  # any non-root user; fixed, so that the image's USER does not matter
 SHM_GIB_PER_RANK = 1  # a limit, not a reservation; ranks of one pod exchange tensors there
 SERVING_FIELDS = ("ports", "startupProbe", "readinessProbe", "livenessProbe")
 STARTUP_PERIOD_SECONDS = 2
 
 
 def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dict[str, Any]:
-    """The pod of a group's leader, before the user's overlay."""
+    """Return the pod spec of a group's leader, before the user's overlay."""
     return {
         "serviceAccountName": account_name(deployment),
         "automountServiceAccountToken": False,
@@ -45,17 +45,17 @@ def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dic
 
 
 def _group_of_cache(deployment: InferenceDeployment) -> dict[str, Any]:
-    """A claim is often root's: its files are given to the engine's group, once, so that the engine may write there."""
+    """Return the fsGroup of pods with a cache claim, because claims are often owned by root."""
     if cache_claim(deployment.spec) is None:
         return {}
     return {"fsGroup": ENGINE_USER, "fsGroupChangePolicy": "OnRootMismatch"}
 
 
 def worker_pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:
-    """A worker's pod, from the leader's with the user's overlay in it: it serves nobody, so nothing is probed.
+    """Return a worker's pod spec, from the leader's with the user's overlay, without ports and probes.
 
-    That its engine works shows at the leader, which ends when a rank is gone. It hears of its end as late as the leader
-    does: the first word to any pod ends the whole replica.
+    A worker serves no requests. The leader exits if a rank is lost, so its probes cover the workers. The worker keeps
+    the preStop hook of the leader, because SIGTERM to any pod ends the whole replica.
     """
     containers = [
         {key: value for key, value in container.items() if key not in SERVING_FIELDS}
@@ -65,12 +65,12 @@ def worker_pod_spec(leader: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grace_seconds(deployment: InferenceDeployment) -> int:
-    """The whole of a stop: until nobody is sent there any more, the drain that SIGTERM begins, and the end."""
+    """Return the termination grace period: preStop, the drain after SIGTERM, and a margin."""
     return math.ceil(stop_seconds(parse_seconds(deployment.spec.rollout.drain_timeout))) + GRACE_MARGIN_SECONDS
 
 
 def stop_seconds(drain_seconds: float) -> float:
-    """How long a stop takes until the last request is answered or cut off."""
+    """Return the seconds from the deletion of a pod until its last request has finished or was aborted."""
     return PRE_STOP_SECONDS + drain_seconds
 
 
@@ -101,12 +101,12 @@ def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str,
 
 
 def _startup_failures(deployment: InferenceDeployment) -> int:
-    """So many that a large model from slow storage is not killed while it loads."""
+    """Return a failure threshold that allows a large model to load from slow storage."""
     return math.ceil(probe_seconds(deployment) / STARTUP_PERIOD_SECONDS)
 
 
 def _probe(path: str, *, period: int, failures: int) -> dict[str, Any]:
-    """`timeoutSeconds` is generous: on a CPU the answering process shares cores with the model."""
+    """Return a probe. `timeoutSeconds` is long, because on a CPU the API server shares cores with the model."""
     return {
         "httpGet": {"path": path, "port": "http", "scheme": "HTTP"},
         "periodSeconds": period,
@@ -139,7 +139,7 @@ def _volumes(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     volumes += model_volumes(deployment.spec)[0]
     volumes += cache_volumes(deployment.spec)[0] + secret_volumes(deployment.spec)[0]
     if layout.pods > 1:
-        volumes.append({"name": "meeting", "secret": {"secretName": meeting_secret_name(deployment)}})
+        volumes.append({"name": "rendezvous", "secret": {"secretName": rendezvous_secret_name(deployment)}})
     return volumes
 
 
@@ -151,5 +151,5 @@ def _mounts(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     mounts += model_volumes(deployment.spec)[1]
     mounts += cache_volumes(deployment.spec)[1] + secret_volumes(deployment.spec)[1]
     if layout_of(deployment.spec).pods > 1:
-        mounts.append({"name": "meeting", "mountPath": MEETING_MOUNT, "readOnly": True})
+        mounts.append({"name": "rendezvous", "mountPath": RENDEZVOUS_MOUNT, "readOnly": True})
     return mounts

@@ -1,8 +1,8 @@
-"""What a replica was rendered from, kept with it: an operator that renders otherwise restarts nothing. Pure.
+"""Record of a replica's rendered template, so that an operator upgrade does not restart pods. Pure.
 
-The leader's StatefulSet carries, in one annotation, what was asked for (hashed), the image that this meant and the pod
-template that was rendered then. As long as the same is asked for, that template stands: neither a newer operator, nor
-another default image, nor another admin token changes a pod (ADR-0019).
+An annotation of the leader's StatefulSet stores the hash of the requested spec, the resolved image and the rendered pod
+template. The template is reused while the hash is the same: a newer operator, another default image or another admin
+token do not change pods (ADR-0019).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.resource.canonical_json import compact
-from trimtab_operator.resource.live_parameters import knobs
+from trimtab_operator.resource.live_parameters import live_parameters
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -27,56 +27,58 @@ NOT_RENDERED = (
     "objectives",
     "tuning",
     "rollout",
-)  # but for what `asked_of` adds
-TOLD_LIVE = ("schedulingPolicy",)  # of `engine`: serving engines are told, and no pod shows it
-ASKED_LENGTH = 16  # hex digits
+)  # except for the fields that `asked_of` adds
+LIVE_FIELDS = (
+    "schedulingPolicy",
+)  # fields of `engine` that are sent to running engines and are not in the pod template
+HASH_LENGTH = 16  # hex digits
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was `asked` for, the image that it meant, and the pod template that it was rendered to."""
+    """Hash of the requested spec (`asked`), resolved image and rendered pod template."""
 
     asked: str
     image: str | None
     template: Mapping[str, Any]
 
     def to_text(self) -> str:
-        """The annotation's value."""
+        """Return the value of the annotation."""
         return compact({"asked": self.asked, "image": self.image, "template": self.template})
 
 
 def asked_of(deployment: InferenceDeployment) -> str:
-    """Hash of what the owner asks of the pods: equal as long as nothing is written that could change them.
+    """Return the hash of the spec fields that affect pods.
 
-    What is written as its default counts as not written, so that an operator with further fields, or an API server that
-    fills defaults in, asks for nothing new.
+    Fields with default values are excluded, so that neither new fields of a newer operator nor defaults set by the API
+    server change the hash.
     """
     spec = deployment.spec
     written = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    asked = {name: value for name, value in without_told_live(written).items() if name not in NOT_RENDERED}
-    limits = [getattr(spec.tuning.bounds, knob.field) for knob in knobs(spec)]
+    asked = {name: value for name, value in without_live_fields(written).items() if name not in NOT_RENDERED}
+    limits = [getattr(spec.tuning.bounds, parameter.field) for parameter in live_parameters(spec)]
     caps = [None if limit is None or limit.max is None else str(limit.max) for limit in limits]
     asked["caps"] = caps
-    asked["tunes"] = None in caps and spec.tuning.mode != "Off"  # where no cap is given, the mode decides on it
+    asked["tunes"] = None in caps and spec.tuning.mode != "Off"  # without a bound, the mode determines the cap
     asked["drainTimeout"] = spec.rollout.drain_timeout
     asked["restartedAt"] = deployment.restarted_at
-    return hashlib.sha256(compact(asked).encode()).hexdigest()[:ASKED_LENGTH]
+    return hashlib.sha256(compact(asked).encode()).hexdigest()[:HASH_LENGTH]
 
 
-def without_told_live(written: Mapping[str, Any]) -> dict[str, Any]:
-    """A spec as it was written, without what serving engines are told alone: as if that had never been written."""
+def without_live_fields(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec without the fields that are only sent to running engines."""
     engine = written.get("engine") or {}
-    if engine.keys().isdisjoint(TOLD_LIVE):
+    if engine.keys().isdisjoint(LIVE_FIELDS):
         return dict(written)
-    rest = {name: value for name, value in engine.items() if name not in TOLD_LIVE}
+    rest = {name: value for name, value in engine.items() if name not in LIVE_FIELDS}
     without = {name: value for name, value in written.items() if name != "engine"}
     return {**without, "engine": rest} if rest else without
 
 
 def records_of(stateful_sets: Iterable[Manifest]) -> dict[str, Record]:
-    """What these StatefulSets remember, by what was asked for; what cannot be a record is left out.
+    """Return the records of StatefulSets by their hash; invalid records are ignored.
 
-    Of several for the same the first by name counts, so that all replicas run the same.
+    For equal hashes the first StatefulSet by name is used, so that all replicas run the same template.
     """
     found: dict[str, Record] = {}
     for stateful_set in sorted(stateful_sets, key=lambda one: str(one["metadata"]["name"])):
@@ -88,8 +90,8 @@ def records_of(stateful_sets: Iterable[Manifest]) -> dict[str, Record]:
 
 def _parsed(text: object) -> Record | None:
     try:
-        said: Any = json.loads(text) if isinstance(text, str) else None
-        asked, image, template = said["asked"], said["image"], said["template"]
+        record: Any = json.loads(text) if isinstance(text, str) else None
+        asked, image, template = record["asked"], record["image"], record["template"]
         labels, (main,) = template["metadata"]["labels"], template["spec"]["containers"]
         is_whole = isinstance(labels, dict) and isinstance(main["args"], list) and isinstance(main["name"], str)
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The Services: one for clients, one per group where its ranks meet."""
+"""Services: one for clients, and one per group for the rendezvous of its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab_operator.resource.spec import InferenceDeployment
 
 
 def client_service(deployment: InferenceDeployment) -> dict[str, Any]:
-    """The Service that clients use: every Ready leader, on port 8000."""
+    """Return the Service for clients: every Ready leader, on port 8000."""
     return _service(
         deployment,
         name=service_name(deployment),
@@ -31,9 +31,9 @@ def client_service(deployment: InferenceDeployment) -> dict[str, Any]:
 
 
 def rendezvous_service(deployment: InferenceDeployment, ordinal: int, *, address: str | None = None) -> dict[str, Any]:
-    """Where the ranks of one group meet. It publishes pods before they are ready: they become so by meeting.
+    """Return the rendezvous Service of one group. It publishes pods before they are Ready, which needs the rendezvous.
 
-    `address`: the ClusterIP that it has, or had: the pods were told.
+    `address` is its current or previous ClusterIP, which is an argument of running pods.
     """
     selector = group_selector(deployment, ordinal)
     known = {} if address is None else {"clusterIP": address}

@@ -18,11 +18,11 @@ from typer._click.core import Context  # typer vendors click and exports these t
 from typer._click.shell_completion import CompletionItem
 from typer.core import TyperCommand
 
-from trimtab_operator.cli.shared import refuse
+from trimtab_operator.cli.shared import exit_with_error
 
 ENGINE = "trimtab-engine"
 COMPLETION_SECONDS = 10.0  # the user waits for the completion
-PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+PASS_THROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 """Click settings that pass every argument of the command to the engine, including --help."""
 
 
@@ -36,27 +36,27 @@ class EngineCommand(TyperCommand):
 
 def serve(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL [FLAG ...]")] = None) -> None:
     """Serve a model on this machine, with an OpenAI-compatible API."""
-    _hand_over("serve", arguments)
+    _exec_engine("serve", arguments)
 
 
 def bench(arguments: Annotated[list[str] | None, typer.Argument(metavar="KIND [FLAG ...]")] = None) -> None:
     """Measure the latency of a batch, throughput, or a server under load."""
-    _hand_over("bench", arguments)
+    _exec_engine("bench", arguments)
 
 
 def autotune(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL_OR_URL [FLAG ...]")] = None) -> None:
     """Find the engine parameters with the highest throughput under latency limits."""
-    _hand_over("autotune", arguments)
+    _exec_engine("autotune", arguments)
 
 
 def fetch(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL [FLAG ...]")] = None) -> None:
     """Download a model from the hub, a bucket or a registry into the cache, without serving it."""
-    _hand_over("fetch", arguments)
+    _exec_engine("fetch", arguments)
 
 
 def inspect(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL [FLAG ...]")] = None) -> None:
     """Print the facts of a model: layers, heads, sizes."""
-    _hand_over("inspect", arguments)
+    _exec_engine("inspect", arguments)
 
 
 def engine_program() -> str | None:
@@ -67,11 +67,11 @@ def engine_program() -> str | None:
     return shutil.which(ENGINE, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 
 
-def _hand_over(command: str, arguments: list[str] | None) -> None:
+def _exec_engine(command: str, arguments: list[str] | None) -> None:
     """Replace this process with the engine's command."""
     program = engine_program()
     if program is None:
-        refuse(
+        exit_with_error(
             f"trimtab {command}: needs {ENGINE}, which is not installed; "
             f"run pip install 'trimtab[engine]=={version('trimtab')}'"
         )

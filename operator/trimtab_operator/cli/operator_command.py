@@ -18,12 +18,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trimtab_operator.builders.account import service_account
-from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting_secret
+from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_SECRET_KEY, rendezvous_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 from trimtab_operator.cli import prometheus_flags
 from trimtab_operator.cli.model_argument import facts_of
-from trimtab_operator.cli.shared import EXIT_REFUSED, HELP, given_gpu, refuse, version_of
+from trimtab_operator.cli.shared import EXIT_INVALID_INPUT, HELP, exit_with_error, parse_gpu, version_callback
 from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator, TrimtabError
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
@@ -83,7 +83,7 @@ def commands(
     shows_version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=version_of("trimtab-operator"), is_eager=True, help="Show the version and exit."
+            "--version", callback=version_callback("trimtab-operator"), is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -192,7 +192,7 @@ def run(
     try:
         prometheus = prometheus_flags.connection_of(prometheus_url, flags)
     except MisconfiguredOperator as error:
-        refuse(str(error))
+        exit_with_error(str(error))
     options = Options(
         namespaces=tuple(namespace or ()),
         operator_namespace=operator_namespace,
@@ -221,14 +221,14 @@ def run(
         raise typer.Exit(asyncio.run(run_operator(options)))
     except (TrimtabError, OSError) as error:
         logging.getLogger(__name__).error("%s", error)
-        raise typer.Exit(EXIT_REFUSED if isinstance(error, TrimtabError) else EXIT_FAILED) from error
+        raise typer.Exit(EXIT_INVALID_INPUT if isinstance(error, TrimtabError) else EXIT_FAILED) from error
 
 
 def _parse_privileges(given: list[str] | None) -> frozenset[str]:
     """Return the privileges of --allow-privilege. Exits with an error for an unknown one."""
     for privilege in given or ():
         if privilege not in PRIVILEGES:
-            refuse(f"--allow-privilege: {privilege!r} is not supported; use one of {', '.join(PRIVILEGES)}")
+            exit_with_error(f"--allow-privilege: {privilege!r} is not supported; use one of {', '.join(PRIVILEGES)}")
     return frozenset(given or ())
 
 
@@ -243,7 +243,7 @@ def _choice(flag: str, text: str | None, kind: type[Choice]) -> Choice | None:
         return kind.model_validate_json(text, by_alias=True, by_name=False)
     except ValidationError as error:
         messages = (f"{'.'.join(map(str, entry['loc'])) or 'value'}: {entry['msg']}" for entry in error.errors())
-        refuse(f"{flag}: {'; '.join(messages)}")
+        exit_with_error(f"{flag}: {'; '.join(messages)}")
 
 
 @app.command()
@@ -267,10 +267,10 @@ def validate(
     """Validate resources as the webhook does, without a cluster. Exit code 2 if a resource is rejected."""
     resources = _the_file(file, file_option)
     if facts == "-" and str(resources) == "-":
-        refuse("--facts: standard input is already used for the resources; pass one of the two as a file")
-    model, device = None if facts is None else _facts(facts), None if gpu is None else given_gpu(gpu)
+        exit_with_error("--facts: standard input is already used for the resources; pass one of the two as a file")
+    model, device = None if facts is None else _facts(facts), None if gpu is None else parse_gpu(gpu)
     if gpu is not None and facts is None:
-        refuse("--gpu: needs the facts of the model; set --facts as well")
+        exit_with_error("--gpu: needs the facts of the model; set --facts as well")
     allowed_privileges = _parse_privileges(allow_privilege)
     found = [
         _verdict(body, default_image or UNKNOWN_IMAGE, allowed_privileges, model, device)
@@ -284,7 +284,7 @@ def validate(
             for line in (*entry["refusals"], *(f"warning: {warning}" for warning in entry["warnings"])):
                 typer.echo(f"  {line}")
     if any(entry["refusals"] for entry in found):
-        raise typer.Exit(EXIT_REFUSED)
+        raise typer.Exit(EXIT_INVALID_INPUT)
 
 
 def _verdict(
@@ -313,7 +313,7 @@ def render(
     for body in _resources(_the_file(file, file_option)):
         wrong = validation_messages(body, default_image=image, allowed_privileges=allowed_privileges)
         if wrong:
-            refuse("\n".join(f"{_name(body)}: {line}" for line in wrong))
+            exit_with_error("\n".join(f"{_name(body)}: {line}" for line in wrong))
         deployment = InferenceDeployment.parse(body, default_image=image, allowed_privileges=allowed_privileges)
         if deployment.image == UNKNOWN_IMAGE:
             message = f"spec.runtime.image: not set (rendered as {UNKNOWN_IMAGE}); set it, or pass --default-image"
@@ -326,7 +326,7 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     wanted = rendered(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
     found = [service_account(deployment), client_service(deployment)]
     if layout_of(deployment.spec).pods > 1:
-        found.append({**meeting_secret(deployment, token=""), "data": {MEETING_SECRET_KEY: UNKNOWN_SECRET}})
+        found.append({**rendezvous_secret(deployment, token=""), "data": {RENDEZVOUS_SECRET_KEY: UNKNOWN_SECRET}})
     for ordinal in range(current_replicas(deployment, None)):
         if layout_of(deployment.spec).pods == 1:
             found.append(leader_stateful_set(wanted, ordinal))
@@ -340,10 +340,10 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
 def _the_file(argument: Path | None, option: Path | None) -> Path:
     """Return the file from the argument or --file. Exits with one line if there is none, or both."""
     if argument is not None and option is not None:
-        refuse(f"--file: two files given ({argument}, {option}); pass only one")
+        exit_with_error(f"--file: two files given ({argument}, {option}); pass only one")
     given = argument or option
     if given is None:
-        refuse("FILE: not set; pass a YAML file with InferenceDeployments, or - for standard input")
+        exit_with_error("FILE: not set; pass a YAML file with InferenceDeployments, or - for standard input")
     return given
 
 
@@ -353,21 +353,21 @@ def _resources(file: Path) -> list[dict[str, Any]]:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         documents = [document for document in yaml.safe_load_all(text) if document is not None]
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"{file}: cannot be read: {error.strerror if isinstance(error, OSError) else error}")
+        exit_with_error(f"{file}: cannot be read: {error.strerror if isinstance(error, OSError) else error}")
     except yaml.YAMLError as error:
-        refuse(f"{file}: not YAML: {_fault(error)}")
+        exit_with_error(f"{file}: not YAML: {_fault(error)}")
     found = [d for d in documents if isinstance(d, dict) and d.get("kind") == KIND]
     if not found:
         kinds = [str(d["kind"]) for d in documents if isinstance(d, dict) and d.get("kind")]
         others = f"; it contains {', '.join(dict.fromkeys(kinds))}" if kinds else ""
-        refuse(f"{file}: contains no {KIND} ({GROUP}/{VERSION}){others}")
+        exit_with_error(f"{file}: contains no {KIND} ({GROUP}/{VERSION}){others}")
     for body in found:
         if body.get("apiVersion") != f"{GROUP}/{VERSION}":
-            refuse(f"{_name(body)}: apiVersion is {body.get('apiVersion')!r}; write {GROUP}/{VERSION}")
+            exit_with_error(f"{_name(body)}: apiVersion is {body.get('apiVersion')!r}; write {GROUP}/{VERSION}")
         if not isinstance(body.get("metadata"), dict) or not isinstance(body.get("spec"), dict):
-            refuse(f"{_name(body)}: metadata or spec is missing; add both")
+            exit_with_error(f"{_name(body)}: metadata or spec is missing; add both")
         if not body["metadata"].get("name"):
-            refuse("metadata.name is missing; give the resource a name")
+            exit_with_error("metadata.name is missing; give the resource a name")
     return [_as_sent(body) for body in found]
 
 
@@ -383,7 +383,7 @@ def _facts(model: str) -> ModelFacts:
     try:
         return facts_of(model)
     except ValueError as error:
-        refuse(f"--facts: {error}")
+        exit_with_error(f"--facts: {error}")
 
 
 def _as_sent(body: dict[str, Any]) -> dict[str, Any]:
@@ -392,7 +392,9 @@ def _as_sent(body: dict[str, Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps({**body, "metadata": names}, default=str))  # type: ignore[no-any-return]
     except (ValueError, TypeError, RecursionError) as error:
-        refuse(f"{_name(body)}: cannot be converted to JSON ({error}); remove YAML aliases that refer to a parent node")
+        exit_with_error(
+            f"{_name(body)}: cannot be converted to JSON ({error}); remove YAML aliases that refer to a parent node"
+        )
 
 
 def _name(body: dict[str, Any]) -> str:
@@ -406,7 +408,7 @@ def main() -> None:
         app()
     except InvalidSpec as error:
         typer.echo(str(error), err=True)
-        sys.exit(EXIT_REFUSED)
+        sys.exit(EXIT_INVALID_INPUT)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,17 @@ from trimtab_operator.layout.cost import PIPELINE_BALANCE
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import GIB
 from trimtab_operator.layout.memory_fit import Envelope, memory_fit
-from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, Refused, Row
+from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, RejectedLayout, Row
 from trimtab_operator.layout.reasons import reason_for
 from trimtab_operator.layout.rules import Problem
-from trimtab_operator.layout.stored_weights import as_run, unsupported_reason
+from trimtab_operator.layout.stored_weights import as_loaded, unsupported_reason
 from trimtab_operator.resource.spec import Parallelism
 
 MAX_LISTED = 4  # degrees in one cell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class LayoutPlan:
     """Inputs of a plan with the resulting ranking."""
 
     facts: ModelFacts
@@ -34,21 +34,21 @@ class Planned:
     ranking: Ranking
 
 
-def to_json(planned: Planned, *, limit: int, with_refused: bool) -> dict[str, Any]:
+def to_json(planned: LayoutPlan, *, limit: int, with_rejected: bool) -> dict[str, Any]:
     """Return the plan as JSON; `rows` are the best `limit` rows, `num_rows` is the total."""
     answer: dict[str, Any] = {
         **_question(planned),
         "num_rows": len(planned.ranking.rows),
         "rows": [_row(planned, place, row) for place, row in enumerate(planned.ranking.rows[:limit], start=1)],
     }
-    if with_refused:
+    if with_rejected:
         answer["refused"] = [_refused(refused) for refused in planned.ranking.refused]
     return answer
 
 
-def _question(planned: Planned) -> dict[str, Any]:
+def _question(planned: LayoutPlan) -> dict[str, Any]:
     facts, cluster, envelope = planned.facts, planned.cluster, planned.envelope
-    held = as_run(facts, cluster.hardware.gpu, envelope.quantization)
+    held = as_loaded(facts, cluster.hardware.gpu, envelope.quantization)
     return {
         "model": facts.model,
         "architecture": facts.architecture,
@@ -78,7 +78,7 @@ def _question(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _row(planned: Planned, place: int, row: Row) -> dict[str, Any]:
+def _row(planned: LayoutPlan, place: int, row: Row) -> dict[str, Any]:
     return {
         "place": place,
         **_degrees(row.parallelism),
@@ -103,7 +103,7 @@ def _row(planned: Planned, place: int, row: Row) -> dict[str, Any]:
     }
 
 
-def _refused(refused: Refused) -> dict[str, Any]:
+def _refused(refused: RejectedLayout) -> dict[str, Any]:
     problems = [{"field": p.field, "value": p.value, "limit": p.limit, "message": str(p)} for p in refused.problems]
     return {**_degrees(refused.parallelism), "problems": problems}
 
@@ -118,11 +118,11 @@ def _degrees(parallelism: Parallelism) -> Mapping[str, Any]:
     }
 
 
-def heading(planned: Planned) -> str:
+def heading(planned: LayoutPlan) -> str:
     """Return the inputs and assumptions of the plan."""
     facts, cluster, envelope = planned.facts, planned.cluster, planned.envelope
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
-    held = as_run(facts, cluster.hardware.gpu, envelope.quantization)
+    held = as_loaded(facts, cluster.hardware.gpu, envelope.quantization)
     model = (
         f"{facts.model}: {facts.architecture}, {facts.num_parameters / 1e9:.2f} billion parameters, "
         f"{held.weights_bytes / GIB:.1f} GiB of weights ({held.quantization or held.dtype})"
@@ -140,11 +140,11 @@ def heading(planned: Planned) -> str:
     return "\n".join(lines)
 
 
-def rows_table(planned: Planned, *, limit: int, narrow: bool = False) -> Table:
+def rows_table(planned: LayoutPlan, *, limit: int, narrow: bool = False) -> Table:
     """Return the table of the best rows. Times and rates are estimates for comparing rows. A narrow table has no lines
     and no reasons; `reasons` lists them below it.
     """
-    mixture = planned.facts.is_mixture
+    mixture = planned.facts.is_moe
     table = Table(
         header_style="bold",
         expand=False,
@@ -177,21 +177,21 @@ def rows_table(planned: Planned, *, limit: int, narrow: bool = False) -> Table:
     return table
 
 
-def reasons(planned: Planned, *, limit: int) -> list[str]:
+def reasons(planned: LayoutPlan, *, limit: int) -> list[str]:
     """Return the reasons of the best rows, one line each."""
     return [f"{place}: {_why(planned, row)}" for place, row in enumerate(planned.ranking.rows[:limit], start=1)]
 
 
-def _why(planned: Planned, row: Row) -> str:
+def _why(planned: LayoutPlan, row: Row) -> str:
     return reason_for(row, planned.facts, planned.cluster, planned.envelope)
 
 
-def _shown_step(planned: Planned, row: Row) -> float:
+def _shown_step(planned: LayoutPlan, row: Row) -> float:
     """Return the step time: of a single request if the objective is latency, else of the full batch."""
     return row.estimate.single_step_seconds if planned.objective == "latency" else row.estimate.step.seconds
 
 
-def legend(planned: Planned) -> str:
+def legend(planned: LayoutPlan) -> str:
     """Return the meaning of each column, one line each."""
     load = "one request runs" if planned.objective == "latency" else "the batch runs"
     meanings = {
@@ -207,7 +207,7 @@ def legend(planned: Planned) -> str:
     return "\n".join([*lines, "Times and rates are estimates for comparing rows."])
 
 
-def refused_table(planned: Planned) -> Table:
+def rejected_table(planned: LayoutPlan) -> Table:
     """Return the table of rejected layouts, grouped by reason. Of the layouts without enough memory, the one that lacks
     the least is shown.
     """
@@ -215,7 +215,7 @@ def refused_table(planned: Planned) -> Table:
     for name in ("layouts", "TP", "PP", "DP", "EP"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
-    for group in refused_by_reason(planned):
+    for group in rejected_by_reason(planned):
         layouts = [refused.parallelism for refused in group]
         problems = [p for p in group[0].problems if _lacks_memory(group[0]) or all(p in r.problems for r in group)]
         why = "\n".join(f"{problem.field.removeprefix('spec.parallelism.')} {problem}" for problem in problems)
@@ -230,11 +230,11 @@ def refused_table(planned: Planned) -> Table:
     return table
 
 
-def refused_by_reason(planned: Planned) -> list[list[Refused]]:
+def rejected_by_reason(planned: LayoutPlan) -> list[list[RejectedLayout]]:
     """Group rejected layouts by their first problem, in order of their first layouts. Lack of memory is one group,
     sorted by the missing bytes.
     """
-    groups: dict[Problem | None, list[Refused]] = {}
+    groups: dict[Problem | None, list[RejectedLayout]] = {}
     for refused in planned.ranking.refused:
         groups.setdefault(None if _lacks_memory(refused) else refused.problems[0], []).append(refused)
     if None in groups:
@@ -242,11 +242,11 @@ def refused_by_reason(planned: Planned) -> list[list[Refused]]:
     return list(groups.values())
 
 
-def _lacks_memory(refused: Refused) -> bool:
+def _lacks_memory(refused: RejectedLayout) -> bool:
     return any(problem.field == "spec.parallelism" for problem in refused.problems)
 
 
-def _missing_bytes(planned: Planned, parallelism: Parallelism) -> int:
+def _missing_bytes(planned: LayoutPlan, parallelism: Parallelism) -> int:
     rank = memory_fit(planned.facts, parallelism, planned.cluster.hardware.gpu, planned.envelope).tightest
     return rank.needed_bytes - rank.formula.requested_bytes
 

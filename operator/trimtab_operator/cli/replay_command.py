@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from trimtab_operator.cli import prometheus_flags
-from trimtab_operator.cli.shared import check_read, check_written, refuse
+from trimtab_operator.cli.shared import check_readable, check_writable, exit_with_error
 from trimtab_operator.errors import InvalidSpec, MisconfiguredOperator
 from trimtab_operator.planning.tuning import settings_of
-from trimtab_operator.resource.live_parameters import knobs
+from trimtab_operator.resource.live_parameters import live_parameters
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.resource.time import parse_time
 from trimtab_operator.tuner.parameters import Parameter, Value
@@ -167,11 +167,11 @@ def replay_recording(
     )
     limits, block_size = _limits(deployment), _block_size(deployment)
     if (recording is None) == (prometheus is None):
-        refuse("replay: pass either a RECORDING, or --prometheus and --from")
+        exit_with_error("replay: pass either a RECORDING, or --prometheus and --from")
     if str(recording) == "-" and str(decided) == "-":
-        refuse("--decided: standard input is already used for the recording; pass one of the two as a file")
-    check_read("--decided", decided)
-    check_written("--save", save)
+        exit_with_error("--decided: standard input is already used for the recording; pass one of the two as a file")
+    check_readable("--decided", decided)
+    check_writable("--save", save)
     if prometheus is not None:
         where = _where(deployment, name, namespace)
         span = _moment("--from", begin), _moment("--to", end)
@@ -198,30 +198,30 @@ def _deployment(path: Path) -> InferenceDeployment:
     try:
         bodies = [body for body in yaml.safe_load_all(path.read_text(encoding="utf-8")) if isinstance(body, dict)]
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"--resource {path}: cannot be read: {error}")
+        exit_with_error(f"--resource {path}: cannot be read: {error}")
     except yaml.YAMLError as error:
-        refuse(f"--resource {path}: not YAML: {' '.join(str(error).split())}")
+        exit_with_error(f"--resource {path}: not YAML: {' '.join(str(error).split())}")
     found = [body for body in bodies if body.get("kind") == KIND]
     if len(found) != 1:
-        refuse(f"--resource {path}: contains {len(found)} {KIND}s; pass a file with the recorded one only")
+        exit_with_error(f"--resource {path}: contains {len(found)} {KIND}s; pass a file with the recorded one only")
     try:
         return InferenceDeployment.parse(json.loads(json.dumps(found[0], default=str)))
     except (InvalidSpec, KeyError, TypeError) as error:
-        refuse(f"--resource {path}: {error}")
+        exit_with_error(f"--resource {path}: {error}")
 
 
 def _settings(deployment: InferenceDeployment | None, tick: float) -> Settings:
     """Return the tuning settings of the resource. Without a resource: mode Auto and the default objectives."""
     settings = Settings(Mode.AUTO) if deployment is None else settings_of(deployment.spec)
     if settings.mode is Mode.OFF:
-        refuse("--resource: spec.tuning.mode is Off, which makes no decisions; set it to Auto or Recommend")
+        exit_with_error("--resource: spec.tuning.mode is Off, which makes no decisions; set it to Auto or Recommend")
     return replace(settings, pace=Pace(tick_seconds=tick))
 
 
 def _limits(deployment: InferenceDeployment | None) -> Limits:
     """Return the range of each live parameter: the bounds, and the caps that the engines were started with."""
     limits: dict[Parameter, tuple[Value | None, Value | None]] = {Parameter.WATERMARK: (0.0, 0.9)}
-    for knob in () if deployment is None else knobs(deployment.spec):
+    for knob in () if deployment is None else live_parameters(deployment.spec):
         bounds = getattr(deployment.spec.tuning.bounds, knob.field) if deployment is not None else None
         low = None if bounds is None or bounds.min is None else float(bounds.min)
         start = None if knob.start is None else float(knob.start)
@@ -241,14 +241,14 @@ def _pairs(flag: str, given: list[str] | None) -> dict[str, str]:
     try:
         return prometheus_flags.pairs_of(flag, given or ())
     except MisconfiguredOperator as error:
-        refuse(str(error))
+        exit_with_error(str(error))
 
 
 def _where(deployment: InferenceDeployment | None, name: str | None, namespace: str | None) -> tuple[str, str]:
     """Return the namespace and name of the resource to query."""
     chosen = name or (None if deployment is None else deployment.name)
     if not chosen:
-        refuse("replay: --prometheus needs a resource; set --name or --resource")
+        exit_with_error("replay: --prometheus needs a resource; set --name or --resource")
     return namespace or (None if deployment is None else deployment.namespace) or "default", chosen
 
 
@@ -261,7 +261,9 @@ def _moment(flag: str, text: str) -> float:
         return float(text)
     moment = parse_time(text)
     if moment is None:
-        refuse(f"{flag}: {text!r} is not a time; use 2026-11-22T10:00Z, Unix seconds, or a time ago such as 2h")
+        exit_with_error(
+            f"{flag}: {text!r} is not a time; use 2026-11-22T10:00Z, Unix seconds, or a time ago such as 2h"
+        )
     return moment.timestamp()
 
 
@@ -280,10 +282,10 @@ def _asked(
     """Query Prometheus in chunks of ten minutes."""
     begin, end = span
     if not begin < end:
-        refuse("replay: --from must be before --to")
+        exit_with_error("replay: --from must be before --to")
     chunks = math.ceil((end - begin) / CHUNK_SECONDS)
     if chunks > MAX_CHUNKS:
-        refuse(
+        exit_with_error(
             f"replay: time range too long ({(end - begin) / 3600:.0f} h); use at most "
             f"{MAX_CHUNKS * CHUNK_SECONDS / 3600:.0f} h"
         )
@@ -293,14 +295,14 @@ def _asked(
         series = asyncio.run(_all_series(connection, where, begin, end, chunks))
         return build_ticks(series, connection.naming, every=tick, limits=limits, block_size=block_size)
     except MisconfiguredOperator as error:
-        refuse(str(error).replace("--prometheus-url", "--prometheus"))
+        exit_with_error(str(error).replace("--prometheus-url", "--prometheus"))
     except Unreadable as error:
         hint = (
             "; check the address. From outside the cluster, use kubectl port-forward"
             if "ConnectError" in str(error)
             else ""
         )
-        refuse(f"--prometheus {url}: {error}{hint}")
+        exit_with_error(f"--prometheus {url}: {error}{hint}")
 
 
 async def _all_series(
@@ -330,14 +332,14 @@ def _read(path: Path, naming: PrometheusNaming, tick: float, limits: Limits, blo
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
-        refuse(f"{path}: empty file; pass a recording")
+        exit_with_error(f"{path}: empty file; pass a recording")
     try:
         if '"snapshots"' in first[1][:200]:
             return tuple(_ticks(path, chain([first], lines)))
         text = "".join(line for _, line in chain([first], lines))
         return build_ticks(parse_matrix(text), naming, every=tick, limits=limits, block_size=block_size)
     except Unreadable as error:
-        refuse(f"{path}: {error}")
+        exit_with_error(f"{path}: {error}")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -351,13 +353,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(source, 1):
                 size += len(line)
                 if size > MAX_FILE_BYTES:
-                    refuse(f"{path}: larger than {MAX_FILE_BYTES >> 30} GiB; pass a shorter recording")
+                    exit_with_error(f"{path}: larger than {MAX_FILE_BYTES >> 30} GiB; pass a shorter recording")
                 if line.strip():
                     yield number, line.decode("utf-8")
     except UnicodeDecodeError as error:
-        refuse(f"{path}: not a text file: {error}")
+        exit_with_error(f"{path}: not a text file: {error}")
     except (OSError, EOFError) as error:
-        refuse(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}")
+        exit_with_error(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _ticks(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Tick]:
@@ -367,9 +369,9 @@ def _ticks(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Tick]:
         try:
             snapshots, at = snapshots_from_json(line)
         except ValueError as error:
-            refuse(f"{path}: line {number}: {error}")
+            exit_with_error(f"{path}: line {number}: {error}")
         if at <= before:
-            refuse(f"{path}: line {number}: time is not after the time of the previous line")
+            exit_with_error(f"{path}: line {number}: time is not after the time of the previous line")
         before = at
         yield Tick(at, snapshots)
 
@@ -392,16 +394,16 @@ def _decided(path: Path, found: ReplayReport) -> tuple[DecisionRecord, ...]:
     try:
         body = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        refuse(f"--decided {path}: cannot be read: {error}")
+        exit_with_error(f"--decided {path}: cannot be read: {error}")
     except (ValueError, RecursionError) as error:
-        refuse(f"--decided {path}: not JSON: {error}")
+        exit_with_error(f"--decided {path}: not JSON: {error}")
     try:
         if "decisions" in body:
             made = [record_of(decision_from_json(entry)) for entry in body["decisions"]]
         else:
             made = [_of_status(entry) for entry in body["status"]["tuning"].get("history", [])]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        refuse(
+        exit_with_error(
             f"--decided {path}: contains no decisions ({error!r}); pass the output of `trimtab why -o json` or of "
             "`kubectl get -o json` for the resource"
         )

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from trimtab_operator.cli.shared import EXIT_REFUSED, check_read, check_written
+from trimtab_operator.cli.shared import EXIT_INVALID_INPUT, check_readable, check_writable
 from trimtab_operator.tuner.parameters import Parameter, Value
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def simulate(
     from trimtab_simulator.trace.load import Transform, load_trace
 
     for flag, file in (("--trace", trace), ("--lengths", lengths), ("--calibration", calibration)):
-        check_read(flag, file)
-    check_written("--report", report)
+        check_readable(flag, file)
+    check_writable("--report", report)
     progress = _Progress()
     try:
         entries = parse_policy_specs(policy)
@@ -136,19 +136,19 @@ def simulate(
         if kv_tokens is not None:
             machine = machine.with_kv_tokens(kv_tokens)
         budget = machine.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
-        knobs: dict[Parameter, Value] = {
+        parameters: dict[Parameter, Value] = {
             Parameter.MAX_NUM_SEQS: min(machine.max_num_seqs, budget) if max_num_seqs is None else max_num_seqs,
             Parameter.MAX_NUM_BATCHED_TOKENS: budget,
             Parameter.WATERMARK: watermark,
             Parameter.GPU_MEMORY_UTILIZATION: START_UTILIZATION,
         }
-        if knobs[Parameter.MAX_NUM_SEQS] > budget:
+        if parameters[Parameter.MAX_NUM_SEQS] > budget:
             raise BadRequest(f"--max-num-seqs {max_num_seqs} is above --max-num-batched-tokens {budget}; lower it")
         transform = Transform(start, duration, speed, copies, jitter, peak, cv)
         loaded = load_trace(trace, transform, lengths=lengths, seed=seed)
         settings = FleetSettings(
             machine,
-            knobs,
+            parameters,
             begin,
             min_replicas,
             max_replicas,
@@ -170,7 +170,7 @@ def simulate(
     except SimulatorError as error:
         progress.clear()
         typer.echo(str(error), err=True)
-        raise typer.Exit(EXIT_REFUSED) from None
+        raise typer.Exit(EXIT_INVALID_INPUT) from None
     _show(experiment, results, output)
     if report is not None:
         _write(report, experiment, results)

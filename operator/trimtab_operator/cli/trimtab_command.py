@@ -19,8 +19,8 @@ from rich.console import Console
 from trimtab_operator.cli import engine_commands, replay_command
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.operator_command import render, validate
-from trimtab_operator.cli.plan_report import Planned, heading, legend, reasons, refused_table, rows_table, to_json
-from trimtab_operator.cli.shared import HELP, given_gpu, refuse, version_of
+from trimtab_operator.cli.plan_report import LayoutPlan, heading, legend, reasons, rejected_table, rows_table, to_json
+from trimtab_operator.cli.shared import HELP, exit_with_error, parse_gpu, version_callback
 from trimtab_operator.cli.simulate_command import simulate
 from trimtab_operator.cli.why_command import why
 from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
@@ -62,7 +62,7 @@ for engine_command in (
 ):
     app.command(
         cls=engine_commands.EngineCommand,
-        context_settings=engine_commands.PASSED_ON,
+        context_settings=engine_commands.PASS_THROUGH_SETTINGS,
         add_help_option=False,
         rich_help_panel="On this machine (trimtab-engine)",
     )(engine_command)
@@ -102,7 +102,9 @@ class Quantization(StrEnum):
 def commands(
     shows_version: Annotated[
         bool,
-        typer.Option("--version", callback=version_of("trimtab"), is_eager=True, help="Show the version and exit."),
+        typer.Option(
+            "--version", callback=version_callback("trimtab"), is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Handle the options before every command."""
@@ -162,8 +164,8 @@ def plan(
 
     Exit code 1 if no layout works, 2 if the input is unreadable or invalid.
     """
-    device, facts = given_gpu(gpu), _facts(model)
-    _refuse_what_cannot_be(
+    device, facts = parse_gpu(gpu), _facts(model)
+    _reject_invalid_flags(
         ("--max-model-len", longer_than_positions(max_model_len, facts)),
         ("--prompt-tokens", longer_than_positions(prompt_tokens, facts)),
         ("--kv-cache-dtype", no_such_arithmetic(kv_cache_dtype.value, device)),
@@ -183,19 +185,19 @@ def plan(
     load = Load(output_tokens=output_tokens)
     load = replace(load, prompt_tokens=prompt_tokens or min(load.prompt_tokens, facts.max_model_len))
     ranking = rank_layouts(facts, cluster, envelope, load=load, objective=objective.value)
-    planned = Planned(
+    planned = LayoutPlan(
         facts=facts, cluster=cluster, envelope=envelope, load=load, objective=objective.value, ranking=ranking
     )
     most = max(1, len(ranking.rows)) if show_all else limit
     if output is Output.JSON:
-        typer.echo(json.dumps(to_json(planned, limit=most, with_refused=show_all), indent=2))
+        typer.echo(json.dumps(to_json(planned, limit=most, with_rejected=show_all), indent=2))
     else:
-        _print(planned, limit=most, with_refused=show_all)
+        _print(planned, limit=most, with_rejected=show_all)
     if not ranking.rows:
         raise typer.Exit(EXIT_NO_LAYOUT)
 
 
-def _print(planned: Planned, *, limit: int, with_refused: bool) -> None:
+def _print(planned: LayoutPlan, *, limit: int, with_rejected: bool) -> None:
     width = _width()
     narrow = width < NARROW
     console = Console(highlight=False, width=width)
@@ -210,8 +212,8 @@ def _print(planned: Planned, *, limit: int, with_refused: bool) -> None:
         console.print(legend(planned), soft_wrap=True, markup=False)
     else:
         console.print("No layout of this model works on these GPUs.", markup=False)
-    if refused and (with_refused or not rows):
-        console.print(refused_table(planned))
+    if refused and (with_rejected or not rows):
+        console.print(rejected_table(planned))
 
 
 def _width() -> int:
@@ -229,7 +231,9 @@ def _envelope(facts: ModelFacts, gpu: Gpu, utilization: str) -> Envelope:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1 or not all(character in "0123456789." for character in utilization):
-        refuse(f"--gpu-memory-utilization: {utilization!r} is not a fraction; use a decimal above 0, at most 1")
+        exit_with_error(
+            f"--gpu-memory-utilization: {utilization!r} is not a fraction; use a decimal above 0, at most 1"
+        )
     return replace(Envelope.default(facts, gpu), gpu_memory_utilization=utilization)
 
 
@@ -237,14 +241,14 @@ def _facts(model: str) -> ModelFacts:
     try:
         return facts_of(model)
     except ValueError as error:
-        refuse(str(error))
+        exit_with_error(str(error))
 
 
-def _refuse_what_cannot_be(*flags: tuple[str, str | None]) -> None:
+def _reject_invalid_flags(*flags: tuple[str, str | None]) -> None:
     """Exit if `trimtab-operator validate` would reject a flag; each flag has its error message or None."""
     wrong = [f"{flag}: {message}" for flag, message in flags if message is not None]
     if wrong:
-        refuse("\n".join(wrong))
+        exit_with_error("\n".join(wrong))
 
 
 def main() -> Any:

@@ -17,11 +17,11 @@ import typer
 
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
-from trimtab_operator.cli.shared import refuse
+from trimtab_operator.cli.shared import exit_with_error
 from trimtab_operator.kube.rbac import missing_permission, server_message
 from trimtab_operator.planning.gpu_budget import OVER_BUDGET
 from trimtab_operator.planning.scheduling_policy import describe_policy, stored_scheduling
-from trimtab_operator.resource.signed_text import unverified
+from trimtab_operator.resource.signed_text import read_unverified
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
 from trimtab_operator.tuner.explanation import why as explain_decisions
 from trimtab_operator.tuner.state import TunerState
@@ -70,7 +70,7 @@ def why(
 
 def memory_of(kept: str | None) -> TunerState:
     """Return the tuner's state; an empty state if the text is missing or invalid."""
-    body = unverified(kept)
+    body = read_unverified(kept)
     return (None if body is None else from_json(body)) or TunerState()
 
 
@@ -80,7 +80,7 @@ def as_text(found: Found, memory: TunerState) -> str:
     tuning = (found.resource.get("status") or {}).get("tuning") or {}
     mode = tuning.get("mode") or ((found.resource.get("spec") or {}).get("tuning") or {}).get("mode") or DEFAULT_MODE
     lines = [f"{name} in {found.namespace}: mode {mode}"]
-    lines += [f"  objectives: {_promises(tuning['objectives'])}"] if tuning.get("objectives") else []
+    lines += [f"  objectives: {_describe_objectives(tuning['objectives'])}"] if tuning.get("objectives") else []
     applied = ", ".join(f"{knob} {value}" for knob, value in sorted((tuning.get("applied") or {}).items()))
     lines += [f"  tuned to: {applied}"] if applied else []
     lines += _queue(tuning.get("schedulingPolicy") or {})
@@ -131,7 +131,7 @@ def _replicas(resource: Mapping[str, Any]) -> list[str]:
     return [f"  replicas: {count} desired{since}, {status.get('readyReplicas', 0)} ready; {bounds}", *short]
 
 
-def _promises(objectives: Mapping[str, Any]) -> str:
+def _describe_objectives(objectives: Mapping[str, Any]) -> str:
     """Format `{"ttft": {"target": "2s", "percentile": 95}}` as text."""
     parts = []
     for latency in ("ttft", "itl"):
@@ -160,7 +160,7 @@ def _read(name: str, namespace: str | None, context: str | None) -> Found:
         config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
     except (kubernetes.config.ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
         message = " ".join(str(error).split())[:MAX_SAID].rstrip(".")
-        refuse(f"why: no cluster configured ({message}); set KUBECONFIG or --context")
+        exit_with_error(f"why: no cluster configured ({message}); set KUBECONFIG or --context")
     client = kubernetes.client.ApiClient(configuration)
     chosen = namespace or (current["context"].get("namespace") if context is None else None) or "default"
     try:
@@ -168,17 +168,19 @@ def _read(name: str, namespace: str | None, context: str | None) -> Found:
             GROUP, VERSION, chosen, PLURAL, name, _request_timeout=REQUEST_SECONDS
         )
         if not isinstance(resource, dict) or "metadata" not in resource:
-            refuse(f"why: no Kubernetes API server at {configuration.host}; check KUBECONFIG and --context")
+            exit_with_error(f"why: no Kubernetes API server at {configuration.host}; check KUBECONFIG and --context")
         kept = _kept(kubernetes.client.CoreV1Api(client), name, chosen)
     except kubernetes.client.ApiException as error:
         if error.status == NOT_FOUND:
-            refuse(f"why: {KIND} {name} not found in namespace {chosen}; list them with kubectl get {PLURAL} -A")
+            exit_with_error(
+                f"why: {KIND} {name} not found in namespace {chosen}; list them with kubectl get {PLURAL} -A"
+            )
         permission = missing_permission(error)
         if permission is not None:
-            refuse(f"why: permission denied to {permission}; ask the cluster administrator to grant it")
-        refuse(f"why: API server error {error.status}: {server_message(error) or error.reason}")
+            exit_with_error(f"why: permission denied to {permission}; ask the cluster administrator to grant it")
+        exit_with_error(f"why: API server error {error.status}: {server_message(error) or error.reason}")
     except urllib3.exceptions.HTTPError as error:
-        refuse(f"why: cannot reach the API server at {configuration.host}: {_reason(error)}")
+        exit_with_error(f"why: cannot reach the API server at {configuration.host}: {_reason(error)}")
     return Found(chosen, resource, kept)
 
 

@@ -24,7 +24,7 @@ import kubernetes.aio.config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
 
-from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, MANAGED_BY, children_selector, meeting_secret_name
+from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, MANAGED_BY, children_selector, rendezvous_secret_name
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotLeading, NotYet
 from trimtab_operator.kube.http import JSON, ApiHttp, read
 from trimtab_operator.kube.informer_cache import Cache
@@ -76,7 +76,7 @@ LEASES = "/apis/coordination.k8s.io/"
 OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines do without them
 OPTIONAL_FRESH_SECONDS = 60.0  # what only guards and watches engines is looked at once a minute
 SERVED_FRESH_SECONDS = 300.0  # a kind that is installed later is found within minutes
-MEETING_FRESH_SECONDS = 60.0  # a Secret is never listed nor watched: it is read once a minute by whom it concerns
+RENDEZVOUS_SECRET_TTL_SECONDS = 60.0  # a Secret is never listed nor watched: it is read once a minute by whom it concerns
 CHILDREN = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount")  # what every look reads
 PAGE = 500  # objects of one answer
 
@@ -106,7 +106,7 @@ class Cluster:
         self._api: ApiHttp | None = None
         self._served: dict[str, tuple[float, bool]] = {}
         self._optional: dict[str, tuple[float, Mapping[str, tuple[Manifest, ...]]]] = {}
-        self._meeting: dict[str, tuple[float, tuple[Manifest, ...]]] = {}
+        self._rendezvous_secrets: dict[str, tuple[float, tuple[Manifest, ...]]] = {}
         self._unversioned: set[str] = set()
         """Kinds of which this API server makes none whose version is given, such as Services of Kubernetes 1.20."""
 
@@ -212,7 +212,7 @@ class Cluster:
         metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(owner)]}
         body = {**manifest, "metadata": metadata}
         if manifest["kind"] not in OPTIONAL:
-            self._meeting.pop(owner.uid, None)
+            self._rendezvous_secrets.pop(owner.uid, None)
             self._wrote(body, owner, await self._made_or_changed(body, owner, is_new=is_new))
             return
         self._optional.pop(owner.uid, None)
@@ -329,7 +329,7 @@ class Cluster:
         selector = children_selector(deployment.name)
         found = await asyncio.gather(*(self.list(kind, deployment.namespace, selector=selector) for kind in CHILDREN))
         lists = dict(zip(CHILDREN, found, strict=True))
-        secrets = await self._meeting_secret(deployment, lists["StatefulSet"])
+        secrets = await self._read_rendezvous_secret(deployment, lists["StatefulSet"])
         return _observed(deployment, lists, secrets, await self._optional_children(deployment))
 
     async def recall(self, deployment: InferenceDeployment, cache: Cache) -> ObservedChildren | None:
@@ -345,7 +345,7 @@ class Cluster:
                 return None
             optional[kind] = owned(cache.of(kind, owner), deployment.uid)
         lists = {kind: cache.of(kind, owner) for kind in CHILDREN}
-        secrets = await self._fresh_meeting_secret(deployment, lists["StatefulSet"])
+        secrets = await self._cached_rendezvous_secret(deployment, lists["StatefulSet"])
         return _observed(deployment, lists, secrets, optional)
 
     async def are_current(self, manifests: Iterable[Manifest]) -> bool:
@@ -418,25 +418,25 @@ class Cluster:
             return False
         return any(resource.get("name") == plural for resource in known.get("resources") or [])
 
-    async def _meeting_secret(
+    async def _read_rendezvous_secret(
         self, deployment: InferenceDeployment, stateful_sets: Iterable[Manifest]
     ) -> tuple[Manifest, ...]:
         """The Secret of a resource whose replicas span pods, or did; by its name, as Secrets are never listed."""
         if layout_of(deployment.spec).pods == 1 and not any(map(is_worker, stateful_sets)):
             return ()
-        found = await self.get("Secret", deployment.namespace, meeting_secret_name(deployment))
+        found = await self.get("Secret", deployment.namespace, rendezvous_secret_name(deployment))
         return () if found is None else (found,)
 
-    async def _fresh_meeting_secret(
+    async def _cached_rendezvous_secret(
         self, deployment: InferenceDeployment, stateful_sets: Iterable[Manifest]
     ) -> tuple[Manifest, ...]:
         """The same as it was at most a minute ago, and not before it was last written here."""
         now = time.monotonic()
-        read_at, known = self._meeting.get(deployment.uid, (now, None))
-        if known is None or now - read_at > MEETING_FRESH_SECONDS:
-            known = await self._meeting_secret(deployment, stateful_sets)
+        read_at, known = self._rendezvous_secrets.get(deployment.uid, (now, None))
+        if known is None or now - read_at > RENDEZVOUS_SECRET_TTL_SECONDS:
+            known = await self._read_rendezvous_secret(deployment, stateful_sets)
             if known:  # one that is not there is looked for each time
-                self._meeting[deployment.uid] = now, known
+                self._rendezvous_secrets[deployment.uid] = now, known
         return known
 
     async def event(

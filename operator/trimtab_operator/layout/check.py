@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
 from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit, tower_bytes
-from trimtab_operator.layout.nearest import Offer, nearest_layouts
+from trimtab_operator.layout.nearest import SuggestedLayout, nearest_layouts
 from trimtab_operator.layout.rules import Problem, facts_problems, spec_problems
 from trimtab_operator.layout.stored_weights import unsupported_reason
 from trimtab_operator.resource.spec import Parallelism, Spec
@@ -40,7 +40,7 @@ def check_layout(spec: Spec, facts: ModelFacts | None, gpu: Gpu | None = None) -
     *first, last = problems
     return (
         *(ValidationError(problem.field, str(problem)) for problem in first),
-        ValidationError(last.field, f"{last}. {_offered(offers, on_gpu)}"),
+        ValidationError(last.field, f"{last}. {_describe_suggestions(offers, on_gpu)}"),
     )
 
 
@@ -104,7 +104,7 @@ def _does_not_fit(parallelism: Parallelism, facts: ModelFacts, fit: MemoryFit, g
         f"{_gib(rest)} of activations, graphs and others; of the GPU's {_gib(gpu.memory_bytes)} "
         f"({gpu.name}), gpuMemoryUtilization {envelope.gpu_memory_utilization} allows {_gib(given)}"
     )
-    remedies = [f"set more {'tensor, pipeline or data' if facts.is_mixture else 'tensor or pipeline'} ranks"]
+    remedies = [f"set more {'tensor, pipeline or data' if facts.is_moe else 'tensor or pipeline'} ranks"]
     if of_tower:
         remedies.append("serve text only with limitMmPerPrompt {image: 0, video: 0}")
     if fit.longest_model_len:
@@ -113,12 +113,12 @@ def _does_not_fit(parallelism: Parallelism, facts: ModelFacts, fit: MemoryFit, g
         remedies.append(f"raise gpuMemoryUtilization to {fit.min_utilization}")
     degrees = f"tensor {parallelism.tensor} × pipeline {parallelism.pipeline}"
     degrees += (
-        f" × data {parallelism.data}" if facts.is_mixture else ""
+        f" × data {parallelism.data}" if facts.is_moe else ""
     )  # data parallelism divides nothing in a dense model
     return Problem("spec.parallelism", degrees, ", or ".join(remedies), reason)
 
 
-def _offered(offers: tuple[Offer, ...], gpu: Gpu | None) -> str:
+def _describe_suggestions(offers: tuple[SuggestedLayout, ...], gpu: Gpu | None) -> str:
     if offers:
         return f"The nearest layouts that work: {'; '.join(map(str, offers))}"
     if gpu is None:

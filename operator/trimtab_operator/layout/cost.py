@@ -129,7 +129,7 @@ def prefill_seconds_per_token(
 
 def _steps_in_flight(facts: ModelFacts, parallelism: Parallelism) -> int:
     """Return the number of stages; 1 for engines in lockstep, which synchronise before each step."""
-    return 1 if facts.is_mixture and parallelism.data > 1 else parallelism.pipeline
+    return 1 if facts.is_moe and parallelism.data > 1 else parallelism.pipeline
 
 
 def _stage_cost(
@@ -145,8 +145,8 @@ def _stage_cost(
 ) -> tuple[float, float]:
     """Return the seconds of work and of communication of one rank of a stage, for `tokens` tokens of its engine."""
     gpu, itemsize = hardware.gpu, DTYPE_BYTES[facts.dtype]
-    shared_tokens = tokens * (parallelism.data if facts.is_mixture else 1)
-    chosen = facts.num_experts_per_token / facts.num_experts if facts.is_mixture else 0.0
+    shared_tokens = tokens * (parallelism.data if facts.is_moe else 1)
+    chosen = facts.num_experts_per_token / facts.num_experts if facts.is_moe else 0.0
     groups = rank_groups(facts, stage, parallelism.tensor)
     kv_read = sum(group.num_elements * group.tokens_read(context) for group in groups) * (kv_dtype_bytes or itemsize)
     requests = 1 if is_prefill else tokens  # a chunk reads its request's keys and values once
@@ -168,7 +168,7 @@ def _exchange_seconds(
     link = hardware.in_node if tensor_stays_in_a_node(parallelism) else hardware.across_nodes
     all_reduces = ALL_REDUCES_PER_LAYER * stage.num_layers + stage.is_first  # and one for the embedding
     seconds = all_reduces * link.ring_seconds(states, tensor, passes=2)
-    if facts.is_mixture and data > 1:
+    if facts.is_moe and data > 1:
         in_pod = _per_pod(parallelism) >= tensor * parallelism.pipeline * data
         wide = hardware.in_node if in_pod else hardware.across_nodes
         seconds += stage.num_mixture_layers * 2 * wide.ring_seconds(states * data, data, passes=1)

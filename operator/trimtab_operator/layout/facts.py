@@ -13,9 +13,9 @@ from trimtab_modelspec.families.registry import BY_ARCHITECTURE
 from trimtab_modelspec.kv_groups import KVGroup, LayerKV, covers_all_layers, uniform_group
 
 MAX_COUNT = 1 << 62  # also the maximum of weights in bytes; larger values overflow a range
-RUN_BY_THE_ENGINE = tuple(BY_ARCHITECTURE)
+NATIVE_ARCHITECTURES = tuple(BY_ARCHITECTURE)
 """Architectures with an engine implementation."""
-SEEING_ON_GPUS = ("Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGeneration")
+GPU_VISION_ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration", "Llama4ForConditionalGeneration")
 """Architectures whose images and videos the engine encodes on GPUs."""
 
 
@@ -100,13 +100,13 @@ class ModelFacts:
         return self.supported and (device == "cpu" or not self.is_by_transformers)
 
     @property
-    def is_mixture(self) -> bool:
+    def is_moe(self) -> bool:
         return self.num_experts > 0
 
     @property
     def has_dense_layers(self) -> bool:
         """True if any layer has a dense MLP."""
-        return not self.is_mixture or bool(self.dense_layers)
+        return not self.is_moe or bool(self.dense_layers)
 
     @classmethod
     def parse(cls, facts: Mapping[str, object]) -> ModelFacts:

@@ -19,11 +19,11 @@ from trimtab_modelspec.facts import DTYPE_BYTES
 from trimtab_modelspec.kv_groups import KVGroup
 from trimtab_modelspec.memory_formula import MemoryFormula
 
-from trimtab_operator.layout.facts import SEEING_ON_GPUS, ModelFacts
+from trimtab_operator.layout.facts import GPU_VISION_ARCHITECTURES, ModelFacts
 from trimtab_operator.layout.gpus import GIB, Gpu
 from trimtab_operator.layout.stages import Stage, stages_of
-from trimtab_operator.layout.stored_weights import as_run
-from trimtab_operator.resource.live_parameters import knobs
+from trimtab_operator.layout.stored_weights import as_loaded
+from trimtab_operator.resource.live_parameters import live_parameters
 from trimtab_operator.resource.spec import MODALITIES, Parallelism, Spec
 
 MIB = 1 << 20
@@ -61,7 +61,7 @@ class Envelope:
     def of_spec(cls, spec: Spec, facts: ModelFacts, gpu: Gpu) -> Envelope:
         """Return the envelope of a spec on a GPU, with the engine's defaults for omitted fields."""
         engine = spec.engine
-        _, seqs, tokens = knobs(spec)
+        _, seqs, tokens = live_parameters(spec)
         defaults = cls.default(facts, gpu)
         return cls(
             gpu_memory_utilization=engine.gpu_memory_utilization or defaults.gpu_memory_utilization,
@@ -93,7 +93,7 @@ def _computes_images(spec: Spec, facts: ModelFacts) -> bool:
     """
     limits = spec.engine.limit_mm_per_prompt or {}
     is_dropped = all(limits.get(modality) == 0 for modality in MODALITIES)
-    return not is_dropped and (spec.runtime.kind == "vllm" or facts.architecture in SEEING_ON_GPUS)
+    return not is_dropped and (spec.runtime.kind == "vllm" or facts.architecture in GPU_VISION_ARCHITECTURES)
 
 
 def kv_dtype_bytes(kv_cache_dtype: str | None, facts: ModelFacts) -> int:
@@ -166,7 +166,7 @@ class MemoryFit:
 
 def memory_fit(facts: ModelFacts, parallelism: Parallelism, gpu: Gpu, envelope: Envelope) -> MemoryFit:
     """Return the memory of each distinct stage of a valid layout."""
-    facts = as_run(facts, gpu, envelope.quantization)
+    facts = as_loaded(facts, gpu, envelope.quantization)
     unlike = {
         (s.weights_bytes + tower_bytes(facts, s, envelope), _kept(facts, s), s.is_last): s
         for s in reversed(stages_of(facts, parallelism))
@@ -235,5 +235,5 @@ def _mixture_width(facts: ModelFacts, parallelism: Parallelism) -> int:
 
 
 def _kinds_of_groups(facts: ModelFacts, parallelism: Parallelism) -> int:
-    shares_experts = facts.is_mixture and parallelism.data > 1
+    shares_experts = facts.is_moe and parallelism.data > 1
     return (parallelism.tensor > 1) + (parallelism.pipeline > 1) + shares_experts

@@ -11,19 +11,19 @@ from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
 from trimtab_operator.layout.pods import gpus_of_a_pod
 from trimtab_operator.layout.rules import facts_problems, spec_problems
-from trimtab_operator.layout.stages import least_weights_bytes
-from trimtab_operator.layout.stored_weights import as_run
+from trimtab_operator.layout.stages import min_weights_bytes
+from trimtab_operator.layout.stored_weights import as_loaded
 from trimtab_operator.resource.spec import Parallelism
 
 MAX_TENSOR = 64  # an all-reduce over two racks of GPUs is never a useful alternative
 MAX_PIPELINE = 32
-MAX_OFFERED = 3
+MAX_SUGGESTIONS = 3
 USUAL_GPUS_PER_NODE = 8
 MAX_GPUS_PER_NODE = 64  # the maximum of the CRD
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class SuggestedLayout:
     """A valid layout. `fit` is None if the GPU is unknown."""
 
     parallelism: Parallelism
@@ -40,44 +40,46 @@ class Offer:
         return f"{degrees} ({tokens} tokens of KV cache, {concurrency:.1f} requests of maxModelLen)"
 
 
-def works(parallelism: Parallelism, facts: ModelFacts, gpu: Gpu | None, envelope: Envelope | None) -> Offer | None:
+def works(
+    parallelism: Parallelism, facts: ModelFacts, gpu: Gpu | None, envelope: Envelope | None
+) -> SuggestedLayout | None:
     """Return the layout as an offer, None if it violates a rule or does not fit in memory."""
     if spec_problems(parallelism) or facts_problems(parallelism, facts):
         return None
     if gpu is None or envelope is None:
-        return Offer(parallelism, None)
-    if least_weights_bytes(as_run(facts, gpu, envelope.quantization), parallelism) > gpu.memory_bytes:
+        return SuggestedLayout(parallelism, None)
+    if min_weights_bytes(as_loaded(facts, gpu, envelope.quantization), parallelism) > gpu.memory_bytes:
         return None  # fast path for the common case, without computing every stage
     fit = memory_fit(facts, parallelism, gpu, envelope)
-    return Offer(parallelism, fit) if fit.fits else None
+    return SuggestedLayout(parallelism, fit) if fit.fits else None
 
 
 def nearest_layouts(
     asked: Parallelism, facts: ModelFacts, gpu: Gpu | None = None, envelope: Envelope | None = None
-) -> tuple[Offer, ...]:
+) -> tuple[SuggestedLayout, ...]:
     """Return up to three valid layouts, the nearest first, by the distance of GPU count and degrees.
 
     Expert parallelism is kept if the model has experts and there is more than one rank. Data parallelism is kept too,
     but may be lowered for engines that share experts. The pod size is kept if the ranks fill the pods.
     """
-    found: list[Offer] = []
+    found: list[SuggestedLayout] = []
     for candidate in sorted(_candidates(asked, facts), key=lambda p: _distance(asked, p)):
         offer = works(candidate, facts, gpu, envelope)
         if offer is not None:
             found.append(offer)
-        if len(found) == MAX_OFFERED:
+        if len(found) == MAX_SUGGESTIONS:
             break
     return tuple(found)
 
 
 def _candidates(asked: Parallelism, facts: ModelFacts) -> Iterator[Parallelism]:
-    halves = {asked.data, asked.data // 2, asked.data // 4, 1} - {0} if facts.is_mixture else {asked.data}
+    halves = {asked.data, asked.data // 2, asked.data // 4, 1} - {0} if facts.is_moe else {asked.data}
     for tensor in range(1, min(MAX_TENSOR, facts.num_attention_heads) + 1):
         if facts.num_attention_heads % tensor:
             continue
         for pipeline in range(1, min(MAX_PIPELINE, facts.num_layers) + 1):
             for data in sorted(halves):
-                expert = asked.expert and facts.is_mixture and tensor * data > 1
+                expert = asked.expert and facts.is_moe and tensor * data > 1
                 per_pod = _per_pod(asked, tensor, pipeline, data)
                 yield Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert, gpus_per_node=per_pod)
 

@@ -23,7 +23,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.memory_fit import Envelope, MemoryFit, memory_fit
 from trimtab_operator.layout.pods import gpus_of_a_pod
 from trimtab_operator.layout.rules import Problem
-from trimtab_operator.layout.stored_weights import as_run
+from trimtab_operator.layout.stored_weights import as_loaded
 from trimtab_operator.resource.spec import Parallelism
 
 Objective = Literal["throughput", "latency"]
@@ -84,7 +84,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RejectedLayout:
     parallelism: Parallelism
     problems: tuple[Problem, ...]
 
@@ -94,7 +94,7 @@ class Ranking:
     """Valid layouts, the best first, and rejected layouts by size."""
 
     rows: tuple[Row, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[RejectedLayout, ...]
 
 
 def rank_layouts(
@@ -111,10 +111,10 @@ def rank_layouts(
     for parallelism in candidates(facts, cluster):
         problems = layout_problems(parallelism, facts, gpu, envelope)
         if problems:
-            refused.append(Refused(parallelism, problems))
+            refused.append(RejectedLayout(parallelism, problems))
         else:
             rows.append(_row(facts, parallelism, cluster, envelope, load))
-    return Ranking(_without_twins(sorted(rows, key=lambda row: _order(row, objective))), tuple(refused))
+    return Ranking(_deduplicated(sorted(rows, key=lambda row: _order(row, objective))), tuple(refused))
 
 
 def candidates(facts: ModelFacts, cluster: Cluster) -> Iterator[Parallelism]:
@@ -126,12 +126,12 @@ def candidates(facts: ModelFacts, cluster: Cluster) -> Iterator[Parallelism]:
     degrees = [n for n in range(1, total + 1) if n <= ALL_DEGREES_UP_TO or total % n == 0]
     for tensor in (n for n in degrees if n <= MAX_TENSOR):
         for pipeline in (n for n in degrees if n <= min(total // tensor, MAX_PIPELINE)):
-            most = min(total // (tensor * pipeline), MAX_DATA) if facts.is_mixture else 1
+            most = min(total // (tensor * pipeline), MAX_DATA) if facts.is_moe else 1
             for data in (n for n in degrees if n <= most):
                 per_pod = gpus_of_a_pod(tensor, pipeline, data, most=cluster.gpus_per_node, nodes=cluster.nodes)
                 if per_pod is None:
                     continue  # an engine is larger than a node, or the pods do not fit on the nodes
-                shares = facts.is_mixture and tensor * data > 1
+                shares = facts.is_moe and tensor * data > 1
                 for expert in (False, True) if shares else (False,):
                     yield Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert, gpus_per_node=per_pod)
 
@@ -142,7 +142,7 @@ def _row(facts: ModelFacts, parallelism: Parallelism, cluster: Cluster, envelope
     pods = gpus // per_pod
     replicas = cluster.nodes * (cluster.gpus_per_node // per_pod) // pods
     fit = memory_fit(facts, parallelism, cluster.hardware.gpu, envelope)
-    held = as_run(facts, cluster.hardware.gpu, envelope.quantization)
+    held = as_loaded(facts, cluster.hardware.gpu, envelope.quantization)
     estimate = estimate_layout(held, parallelism, cluster.hardware, fit, envelope, load)
     total = replace(estimate, tokens_per_second=estimate.tokens_per_second * parallelism.data * replicas)
     return Row(parallelism=parallelism, pods=pods, gpus=gpus, replicas=replicas, fit=fit, estimate=total)
@@ -189,7 +189,7 @@ def _order(row: Row, objective: Objective) -> tuple[float, ...]:
     return not tensor_stays_in_a_node(p), best, row.gpus, p.expert != (p.data > 1), p.pipeline, p.data
 
 
-def _without_twins(rows: list[Row]) -> tuple[Row, ...]:
+def _deduplicated(rows: list[Row]) -> tuple[Row, ...]:
     """Keep the first of rows that differ only in expert parallelism, which the roofline does not model."""
     found: dict[tuple[int, int, int], Row] = {}
     for row in rows:

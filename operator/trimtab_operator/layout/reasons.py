@@ -7,7 +7,7 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.memory_fit import Envelope
 from trimtab_operator.layout.ranking import Cluster, Row
 from trimtab_operator.layout.stages import stages_of
-from trimtab_operator.layout.stored_weights import as_run
+from trimtab_operator.layout.stored_weights import as_loaded
 from trimtab_operator.resource.spec import Parallelism
 
 FEW_REQUESTS = 4  # concurrent requests of maxModelLen; below, long requests queue
@@ -15,7 +15,7 @@ FEW_REQUESTS = 4  # concurrent requests of maxModelLen; below, long requests que
 
 def reason_for(row: Row, facts: ModelFacts, cluster: Cluster, envelope: Envelope) -> str:
     """Return the reasons as phrases joined by semicolons."""
-    facts = as_run(facts, cluster.hardware.gpu, envelope.quantization)
+    facts = as_loaded(facts, cluster.hardware.gpu, envelope.quantization)
     parts = [*_size(row, facts, cluster), *_tensor(row, cluster), *_pipeline(row, cluster), *_experts(row, facts)]
     if row.replicas > 1:
         parts.append(f"{row.replicas} independent replicas")
@@ -61,7 +61,7 @@ def _pipeline(row: Row, cluster: Cluster) -> list[str]:
 
 def _experts(row: Row, facts: ModelFacts) -> list[str]:
     p = row.parallelism
-    if not facts.is_mixture or p.tensor * p.data == 1:
+    if not facts.is_moe or p.tensor * p.data == 1:
         return []
     ranks = p.tensor * p.data
     held = f"{-(-facts.num_experts // ranks)} whole experts on each of {ranks} ranks"

@@ -143,14 +143,14 @@ def every_rank_has_vocabulary(parallelism: Parallelism, facts: ModelFacts) -> It
 
 
 def only_mixtures_have_experts(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
-    if parallelism.expert and not facts.is_mixture and not facts.is_by_transformers:
+    if parallelism.expert and not facts.is_moe and not facts.is_by_transformers:
         reason = f"but {facts.architecture} has no experts"
         yield Problem("spec.parallelism.expert", "true", "set it to false", reason)
 
 
 def every_rank_has_experts(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
     ranks = parallelism.tensor * parallelism.data
-    if parallelism.expert and facts.is_mixture and ranks > facts.num_experts:
+    if parallelism.expert and facts.is_moe and ranks > facts.num_experts:
         reason = f"but tensor × data gives {ranks} ranks and the model has {facts.num_experts} experts"
         limit = f"set a product of {facts.num_experts} or less, or expert to false"
         yield Problem(_larger_of_tensor_and_data(parallelism), _value(parallelism), limit, reason)
@@ -159,7 +159,7 @@ def every_rank_has_experts(parallelism: Parallelism, facts: ModelFacts) -> Itera
 def experts_divide(parallelism: Parallelism, facts: ModelFacts) -> Iterator[Problem]:
     """Without expert parallelism each expert's width is divided over tensor × data ranks."""
     ranks, width = parallelism.tensor * parallelism.data, facts.moe_intermediate_size
-    if facts.is_mixture and not parallelism.expert and width % ranks:
+    if facts.is_moe and not parallelism.expert and width % ranks:
         reason = (
             f"but without expert parallelism each expert is split over tensor × data = {ranks} ranks, which do not "
         )
@@ -177,7 +177,7 @@ def fp8_blocks_stay_whole(parallelism: Parallelism, facts: ModelFacts) -> Iterat
     if not facts.latent_kv_size:
         divided.append(("num_attention_heads × head_dim", facts.num_attention_heads * size, tensor))
         divided.append(("num_key_value_heads × head_dim", facts.num_kv_heads * size, min(tensor, facts.num_kv_heads)))
-    if facts.is_mixture and not parallelism.expert:
+    if facts.is_moe and not parallelism.expert:
         divided.append(("moe_intermediate_size", facts.moe_intermediate_size, tensor * parallelism.data))
     for what, total, parts in divided:
         if parts > 1 and total % parts == 0 and total // parts % FP8_BLOCK:

@@ -47,7 +47,7 @@ def stages_of(facts: ModelFacts, parallelism: Parallelism) -> tuple[Stage, ...]:
     return tuple(_stage(facts, parallelism, index, range(*span)) for index, span in enumerate(spans))
 
 
-def least_weights_bytes(facts: ModelFacts, parallelism: Parallelism) -> int:
+def min_weights_bytes(facts: ModelFacts, parallelism: Parallelism) -> int:
     """Return a lower bound of the largest rank's weights: its share if everything could be divided."""
     ranks, experts = parallelism.tensor * parallelism.pipeline, facts.weights.experts
     return (facts.weights_bytes - experts) // ranks + experts // (ranks * parallelism.data)
@@ -56,9 +56,9 @@ def least_weights_bytes(facts: ModelFacts, parallelism: Parallelism) -> int:
 def _stage(facts: ModelFacts, parallelism: Parallelism, index: int, layers: range) -> Stage:
     weights, tensor = facts.weights, parallelism.tensor
     is_first, is_last = index == 0, index == parallelism.pipeline - 1
-    num_dense = sum(1 for layer in facts.dense_layers if layer in layers) if facts.is_mixture else len(layers)
+    num_dense = sum(1 for layer in facts.dense_layers if layer in layers) if facts.is_moe else len(layers)
     num_mixtures = len(layers) - num_dense
-    all_dense = len(facts.dense_layers) if facts.is_mixture else facts.num_layers
+    all_dense = len(facts.dense_layers) if facts.is_moe else facts.num_layers
     all_mixtures = facts.num_layers - all_dense
     kv_parts = tensor if facts.latent_kv_size else min(tensor, facts.num_kv_heads)
     read = _share(weights.attention, len(layers), facts.num_layers * tensor)
@@ -89,7 +89,7 @@ def _stage(facts: ModelFacts, parallelism: Parallelism, index: int, layers: rang
 def _expert_bytes(facts: ModelFacts, parallelism: Parallelism, num_mixtures: int, all_mixtures: int) -> int:
     """Return the bytes of whole experts under expert parallelism (rounded up per rank), else of slices."""
     ranks = parallelism.tensor * parallelism.data
-    if parallelism.expert and facts.is_mixture:
+    if parallelism.expert and facts.is_moe:
         held = -(-facts.num_experts // ranks)
         return _share(facts.weights.experts, num_mixtures * held, all_mixtures * facts.num_experts)
     return _share(facts.weights.experts, num_mixtures, all_mixtures * ranks)

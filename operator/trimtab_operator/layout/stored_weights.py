@@ -17,12 +17,12 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 
 FP8_BYTES = 1 + 4 / FP8_BLOCK**2  # of a parameter: float8 and its share of a float32 scale
-UNQUANTISED_ALONE = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+UNQUANTISED_EXPERTS = ("GptOssForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 """Architectures whose experts are one tensor, which the engine does not quantise. It reads only gpt-oss's mxfp4."""
 PROJECTIONS = ("attention", "kv_projection", "dense_mlp", "experts", "shared_experts")
 
 
-def as_run(facts: ModelFacts, gpu: Gpu, requested: str | None = None) -> ModelFacts:
+def as_loaded(facts: ModelFacts, gpu: Gpu, requested: str | None = None) -> ModelFacts:
     """Return the facts with the weights in this GPU's memory format. `requested` is spec.engine.quantization.
 
     Weights of unsupported models stay as stored, because another engine may load them differently.
@@ -54,7 +54,7 @@ def _at_dtype(facts: ModelFacts) -> ModelFacts:
 
 
 def _with_projections(facts: ModelFacts, factor: float, quantization: str | None) -> ModelFacts:
-    has_plain_experts = facts.architecture in UNQUANTISED_ALONE
+    has_plain_experts = facts.architecture in UNQUANTISED_EXPERTS
     parts = [part for part in PROJECTIONS if part != "experts" or not has_plain_experts]
     sizes = {part: round(getattr(facts.weights, part) * factor) for part in parts}
     return replace(facts, quantization=quantization, weights=replace(facts.weights, **sizes))

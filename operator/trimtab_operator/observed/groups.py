@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from trimtab_operator.builders.engine_args import MEETING_FLAG, TOKEN_FLAG
+from trimtab_operator.builders.engine_args import MASTER_ADDR_FLAG, TOKEN_FLAG
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL, WORKER
 from trimtab_operator.resource.manifest import Manifest
 
@@ -174,7 +174,7 @@ def is_pod_ready(pod: Manifest) -> bool:
 
 def pod_rendezvous_address(pod: Manifest) -> str | None:
     """Return the rendezvous address in the flags of a pod or pod template; None if it has a single pod."""
-    return _flag(pod, MEETING_FLAG)
+    return _flag(pod, MASTER_ADDR_FLAG)
 
 
 def token_hash_of(pod: Manifest) -> str | None:

@@ -14,7 +14,7 @@ from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.planning.model_facts import cached_facts
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.resource.spec import KIND, REPLICAS_ARE_NOT_ASKED, InferenceDeployment
+from trimtab_operator.resource.spec import KIND, REPLICAS_IGNORED, InferenceDeployment
 from trimtab_operator.validation.rules import validation_errors
 
 MAX_WARNING = 256  # characters: API servers truncate longer ones, and kubectl prints each on one line
@@ -98,7 +98,7 @@ def _ignored_replicas_errors(new: Mapping[str, Any], old: Mapping[str, Any]) -> 
     after, before = new.get("spec") or {}, old.get("spec") or {}
     if after.get("scaling") is None or before.get("scaling") is None or "replicas" not in before:
         return []
-    return [f"spec.replicas: {REPLICAS_ARE_NOT_ASKED}"] if after.get("replicas", 1) != before["replicas"] else []
+    return [f"spec.replicas: {REPLICAS_IGNORED}"] if after.get("replicas", 1) != before["replicas"] else []
 
 
 def _scaling_mode_warning(deployment: InferenceDeployment) -> str | None:

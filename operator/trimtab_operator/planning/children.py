@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.builders.labels import ROLE_LABEL, group_name
-from trimtab_operator.builders.meeting_secret import MEETING_SECRET_KEY, meeting_secret
+from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_SECRET_KEY, rendezvous_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import Held, Rendered, leader_stateful_set, worker_stateful_set
 from trimtab_operator.layout import layout_of
@@ -209,9 +209,9 @@ def plan_rendezvous_secret(wanted: InferenceDeployment, observed: ObservedChildr
     """
     if layout_of(wanted.spec).pods == 1:
         return ()
-    wanted_secret = meeting_secret(wanted, token=token)
+    wanted_secret = rendezvous_secret(wanted, token=token)
     present = next(iter(observed.secrets), None)
-    if present is not None and (present.get("data") or {}).get(MEETING_SECRET_KEY):
+    if present is not None and (present.get("data") or {}).get(RENDEZVOUS_SECRET_KEY):
         wanted_secret["data"] = present["data"]
     return plan_applies([wanted_secret], observed)
 
@@ -308,11 +308,11 @@ def _plan_removals(
         if is_worker(stateful_set) and ordinal_of(stateful_set) not in present and not is_terminating(stateful_set):
             yield delete_of("StatefulSet", stateful_set, "its leader was deleted")
     needed = {m["metadata"]["name"] for m in wanted if m["kind"] == "Service"}
-    meeting: set[int | None] = {group.ordinal for group in staying if group.rendezvous_addresses}
-    meeting |= {ordinal_of(pod) for pod in observed.pods if pod_rendezvous_address(pod) is not None}
+    rendezvous_ordinals: set[int | None] = {group.ordinal for group in staying if group.rendezvous_addresses}
+    rendezvous_ordinals |= {ordinal_of(pod) for pod in observed.pods if pod_rendezvous_address(pod) is not None}
     for service in observed.services:
         metadata = service["metadata"]
         is_group_service = ROLE_LABEL in (metadata.get("labels") or {})
-        is_needed = metadata["name"] in needed or ordinal_of(service) in meeting
+        is_needed = metadata["name"] in needed or ordinal_of(service) in rendezvous_ordinals
         if is_group_service and not is_needed and not is_terminating(service):
             yield delete_of("Service", service, "no pod uses it")

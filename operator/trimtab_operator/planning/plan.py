@@ -69,7 +69,7 @@ from trimtab_operator.planning.tuning import (
     step_cost_prior,
     with_current_replicas,
 )
-from trimtab_operator.resource.spec import REPLICAS_ARE_NOT_ASKED, InferenceDeployment
+from trimtab_operator.resource.spec import REPLICAS_IGNORED, InferenceDeployment
 from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.canary_comparison import CanaryComparison, find_regression
 from trimtab_operator.rollout.pod_lifecycle import PodLifecyclePlan, plan_pod_lifecycle
@@ -416,7 +416,7 @@ def _ignored_replicas_events(deployment: InferenceDeployment, before: int | None
     replicas = deployment.spec.replicas
     if deployment.spec.scaling is None or before is None or replicas == before:
         return ()
-    message = f"spec.replicas: {replicas} {REPLICAS_ARE_NOT_ASKED}"
+    message = f"spec.replicas: {replicas} {REPLICAS_IGNORED}"
     return (Event("Warning", "ReplicasIgnored", message, str(deployment.generation)),)
 
 

@@ -18,9 +18,9 @@ from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.planning.objectives import objectives_of
 from trimtab_operator.planning.scheduling_policy import SchedulingPolicy, wanted_scheduling
 from trimtab_operator.resource import spec as owner
-from trimtab_operator.resource.live_parameters import knobs
+from trimtab_operator.resource.live_parameters import live_parameters
 from trimtab_operator.resource.quantity import parse_quantity
-from trimtab_operator.resource.signed_text import opened, sealed
+from trimtab_operator.resource.signed_text import sign, verify
 from trimtab_operator.resource.spec import InferenceDeployment, Parallelism, Spec
 from trimtab_operator.tuner.decide import TunerOutput
 from trimtab_operator.tuner.engine_model import StepCost
@@ -46,7 +46,7 @@ def settings_of(spec: Spec) -> Settings:
     """
     bounds: dict[Parameter, Bounds] = {}
     starts: dict[Parameter, Value] = {}
-    for knob in knobs(spec):
+    for knob in live_parameters(spec):
         name = Parameter(knob.field)
         given = getattr(spec.tuning.bounds, knob.field)
         if given is not None:
@@ -128,7 +128,7 @@ def load_tuner_state(
     """Return the stored tuner state; rebuilt from the status if it is lost, damaged or not signed with either key."""
     for config_map in config_maps:
         text = (config_map.get("data") or {}).get(STATE_KEY)
-        body = opened(text, key=key, kind=SIGNED_KIND, former_key=former_key)
+        body = verify(text, key=key, kind=SIGNED_KIND, former_key=former_key)
         state = None if body is None else from_json(body)
         if state is not None:
             return state
@@ -137,7 +137,7 @@ def load_tuner_state(
 
 def dump_tuner_state(state: TunerState, *, key: str) -> str:
     """Return the persistent part of the tuner state, signed with `key`, for the ConfigMap."""
-    return sealed(to_json(state), key=key, kind=SIGNED_KIND)
+    return sign(to_json(state), key=key, kind=SIGNED_KIND)
 
 
 def applied_values(status: Mapping[str, Any]) -> dict[str, Value]:

@@ -22,7 +22,7 @@ from trimtab_operator.report.conditions import (
     without_foreign_conditions,
 )
 from trimtab_operator.report.tuning_status import format_number, tuning_status
-from trimtab_operator.resource.live_parameters import knobs
+from trimtab_operator.resource.live_parameters import live_parameters
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
@@ -180,7 +180,7 @@ def layout_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict
 def engine_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict[str, Any]:
     """Return the configured start values and caps, and the values that most ready engines report."""
     configured: dict[str, Any] = {}
-    for knob in knobs(deployment.spec):
+    for knob in live_parameters(deployment.spec):
         for suffix, value in (("", knob.start), ("_cap", knob.cap)):
             if value is not None:
                 configured[camel(knob.field + suffix)] = plain(value)

@@ -15,7 +15,9 @@ POD_FIELDS: Mapping[str, str] = {
 HOST_PATH = "hostPath"
 LOCK_MEMORY = "IPC_LOCK"
 PRIVILEGES = (*POD_FIELDS, HOST_PATH, LOCK_MEMORY)
-LOCKS_MEMORY = {"capabilities": {"add": [LOCK_MEMORY]}}  # the only securityContext that an overlay's container may have
+LOCK_MEMORY_SECURITY_CONTEXT = {
+    "capabilities": {"add": [LOCK_MEMORY]}
+}  # the only securityContext that an overlay's container may have
 NO_PRIVILEGES: frozenset[str] = frozenset()
 
 

@@ -1,4 +1,4 @@
-"""JSON in one spelling per value: for what is compared, hashed or signed. Pure."""
+"""Canonical JSON for comparing, hashing and signing. Pure."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 
 
 def compact(value: Mapping[str, Any]) -> str:
-    """Equal values, equal text."""
+    """Return the canonical JSON of a value: equal values have equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -20,7 +20,7 @@ from trimtab_operator.resource.spec import (
     KIND,
     MAX_NAME_LENGTH,
     PLURAL,
-    REPLICAS_ARE_NOT_ASKED,
+    REPLICAS_IGNORED,
     VERSION,
     Spec,
     cel,
@@ -36,7 +36,7 @@ MAX_FREE_LIST = 128  # items of a list without a bound
 SPEC_RULES = [
     cel(
         "!has(self.scaling) || !has(oldSelf.scaling) || !has(oldSelf.replicas) || self.replicas == oldSelf.replicas",
-        f"spec.replicas: {REPLICAS_ARE_NOT_ASKED}",
+        f"spec.replicas: {REPLICAS_IGNORED}",
     ),
     cel(
         "!has(self.parallelism) || !has(self.parallelism.expert) || !self.parallelism.expert || "

@@ -1,6 +1,6 @@
-"""What an administrator chooses for all resources of an installation: flags of the operator, never a resource's spec.
+"""Settings of the administrator for all resources of an installation, from flags of the operator.
 
-Each is JSON, as the chart writes it; what it does not know is refused.
+Each flag is JSON, as the chart renders it. Unknown fields are rejected.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ Peer = dict[str, Any]
 
 
 class NetworkAccess(Model):
-    """Who may reach engines over the network."""
+    """Network access to engines."""
 
-    operator: Peer = Field(description="The operator's pods: the only ones that reach the admin port.")
-    clients: tuple[Peer, ...] = Field(default=(), description="Who may send requests; empty: everybody.")
-    monitoring: tuple[Peer, ...] = Field(default=(), description="Who may read metrics, where clients are named.")
+    operator: Peer = Field(description="The operator's pods, which alone may reach the admin port.")
+    clients: tuple[Peer, ...] = Field(default=(), description="Peers that may send requests; empty: all.")
+    monitoring: tuple[Peer, ...] = Field(default=(), description="Peers that may read metrics, if clients are set.")
 
 
 class PodMonitoring(Model):
-    """How Prometheus reads the engines."""
+    """Settings of the PodMonitors."""
 
-    labels: dict[str, str] = Field(default={}, description="Labels by which a Prometheus chooses its PodMonitors.")
-    interval: str = Field(default="15s", pattern="^[0-9]+(ms|s|m)$", description="Time between two readings.")
+    labels: dict[str, str] = Field(default={}, description="Labels by which Prometheus selects PodMonitors.")
+    interval: str = Field(default="15s", pattern="^[0-9]+(ms|s|m)$", description="Scrape interval.")
 
 
 class Alerts(Model):
-    """Which Prometheus evaluates the alerts of engines."""
+    """Settings of the PrometheusRules."""
 
-    labels: dict[str, str] = Field(default={}, description="Labels by which a Prometheus chooses its rules.")
+    labels: dict[str, str] = Field(default={}, description="Labels by which Prometheus selects rules.")
 
 
 Gpus = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 class GpuBudget(Model):
-    """How many GPUs the engines of all resources may hold together."""
+    """Maximum GPUs of the engines of all resources."""
 
-    total: Gpus | None = Field(default=None, description="Of all namespaces that the operator serves; none: no limit.")
-    namespaces: dict[str, Gpus] = Field(default={}, description="Of single namespaces.")
+    total: Gpus | None = Field(default=None, description="Maximum in all watched namespaces; unset: no limit.")
+    namespaces: dict[str, Gpus] = Field(default={}, description="Maximum per namespace.")
 
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """The choices. None: no such child is made, and one that is there from before is removed."""
+    """Settings of the installation. For None, the operator does not create that child and removes an existing one."""
 
     network: NetworkAccess | None = None
     pod_monitoring: PodMonitoring | None = None
     alerts: Alerts | None = None
     allowed_privileges: frozenset[str] = NO_PRIVILEGES
-    """What overlays may give pods beyond what every unprivileged one has."""
+    """Privileges that overlays may give pods."""
     gpu_budget: GpuBudget | None = None
-    """None: there is no limit."""
+    """GPU budget; None if there is no limit."""

@@ -1,8 +1,8 @@
-"""Start values and caps of the live knobs: what the pod template renders and what tuning starts from.
+"""Start values and caps of the live parameters, for the pod template and for tuning.
 
-Caps follow three rules: `tuning.bounds.X.max` where it is given; else the start value with mode Off; else 0.95 for the
-utilisation and twice the start for the counts. On CUDA the engine's own starts depend on the GPU, so a count that the
-spec leaves out gets no cap from us: the engine then caps it at its start value.
+The cap is `tuning.bounds.X.max` if it is set, else the start value with mode Off, else 0.95 for the utilisation and
+twice the start value for counts. On CUDA the engine's default start values depend on the GPU, so a count that is not in
+the spec has no cap here: the engine caps it at its start value.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from decimal import Decimal
 from trimtab_operator.resource.spec import FractionBounds, IntBounds, Spec
 
 DEFAULT_UTILIZATION = Decimal("0.9")  # docs/reference/contract.md, section 1
-DEFAULT_UTILIZATION_CAP = Decimal("0.95")  # the rest is for what the ledger cannot see
+DEFAULT_UTILIZATION_CAP = Decimal("0.95")  # the rest is for memory that the ledger does not measure
 CPU_MAX_NUM_SEQS = 128  # docs/reference/contract.md, section 1
 CPU_MAX_NUM_BATCHED_TOKENS = 2048  # docs/reference/contract.md, section 1
-CAP_FACTOR = 2  # of a count, over its start
-MAX_COUNT = Decimal(1048576)  # no bound in the CRD is higher, and the engine refuses more
+CAP_FACTOR = 2  # cap of a count, relative to its start value
+MAX_COUNT = Decimal(1048576)  # maximum of the bounds in the CRD and of the engine
 
 
 @dataclass(frozen=True, slots=True)
 class LiveParameter:
-    """One live knob: `start` is None when only the engine knows it, `cap` None when the engine's default cap holds."""
+    """A live parameter. `start` is None if the engine chooses it, `cap` is None for the engine's default cap."""
 
     field: str
     start: Decimal | None
@@ -30,20 +30,22 @@ class LiveParameter:
     is_start_given: bool
 
 
-def knobs(spec: Spec) -> tuple[LiveParameter, LiveParameter, LiveParameter]:
-    """The live knobs: gpu_memory_utilization, max_num_seqs, max_num_batched_tokens."""
+def live_parameters(spec: Spec) -> tuple[LiveParameter, LiveParameter, LiveParameter]:
+    """Return the live parameters gpu_memory_utilization, max_num_seqs and max_num_batched_tokens."""
     on_cpu = spec.runtime.device == "cpu"
     engine, bounds = spec.engine, spec.tuning.bounds
     return (
-        _knob(
+        _live_parameter(
             spec,
             "gpu_memory_utilization",
             engine.gpu_memory_utilization,
             DEFAULT_UTILIZATION,
             bounds.gpu_memory_utilization,
         ),
-        _knob(spec, "max_num_seqs", engine.max_num_seqs, CPU_MAX_NUM_SEQS if on_cpu else None, bounds.max_num_seqs),
-        _knob(
+        _live_parameter(
+            spec, "max_num_seqs", engine.max_num_seqs, CPU_MAX_NUM_SEQS if on_cpu else None, bounds.max_num_seqs
+        ),
+        _live_parameter(
             spec,
             "max_num_batched_tokens",
             engine.max_num_batched_tokens,
@@ -53,7 +55,7 @@ def knobs(spec: Spec) -> tuple[LiveParameter, LiveParameter, LiveParameter]:
     )
 
 
-def _knob(
+def _live_parameter(
     spec: Spec,
     field: str,
     given: str | int | None,

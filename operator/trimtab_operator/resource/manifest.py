@@ -1,4 +1,4 @@
-"""The shape in which Kubernetes objects travel through the operator: plain JSON values, never written to."""
+"""Type of Kubernetes objects in the operator: read-only plain JSON values."""
 
 from __future__ import annotations
 

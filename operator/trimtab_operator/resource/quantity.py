@@ -1,4 +1,4 @@
-"""Kubernetes quantities and durations as numbers: pure, exact, no client library."""
+"""Parsing of Kubernetes quantities and durations. Pure, exact, without a client library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ _FINE = re.compile(r"^(\d+)(us|ms)$")
 
 
 def parse_quantity(text: str | float) -> Decimal:
-    """`1500Mi` → 1572864000. Raises ValueError when it is not a Kubernetes quantity."""
+    """Parse a Kubernetes quantity, such as `1500Mi` → 1572864000.
+
+    Raises:
+        ValueError: The text is not a quantity.
+    """
     found = _QUANTITY.fullmatch(str(text))
     if not found:
         raise ValueError(f"{text!r} is not a Kubernetes quantity such as 500m, 4Gi or 1500Mi")
@@ -26,7 +30,7 @@ def parse_quantity(text: str | float) -> Decimal:
 
 
 def is_same_quantity(a: str | float, b: str | float) -> bool:
-    """`1000m` and `1` are one quantity, written twice. Anything that is no quantity equals nothing."""
+    """Return True if both are equal quantities, such as `1000m` and `1`. False if one is not a quantity."""
     try:
         return parse_quantity(a) == parse_quantity(b)
     except ValueError:
@@ -34,7 +38,11 @@ def is_same_quantity(a: str | float, b: str | float) -> bool:
 
 
 def parse_seconds(text: str) -> float:
-    """`90s`, `1m30s`, `2h`, `500ms`, `125us` → seconds. Raises ValueError on anything else."""
+    """Parse a duration such as `90s`, `1m30s`, `2h`, `500ms` or `125us` to seconds.
+
+    Raises:
+        ValueError: The text is not a duration.
+    """
     fine = _FINE.match(text)
     if fine:
         return int(fine[1]) / (1_000_000 if fine[2] == "us" else 1000)

@@ -1,4 +1,4 @@
-"""What the schema refuses, told so that whoever wrote it knows what to write instead."""
+"""Schema errors of pydantic, converted to messages with a remedy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from trimtab_operator.resource.forms import EXAMPLES, HUB_SCHEME, MODEL_URI
+from trimtab_operator.resource.patterns import EXAMPLES, HUB_SCHEME, MODEL_URI
 
 
 def schema_errors(error: ValidationError, root: type[BaseModel]) -> list[tuple[str, str]]:
-    """Fields, as a user writes them below `spec`, and what is wrong with each; `root` is the model that refused."""
+    """Return pairs of a field, as written below `spec`, and its error message. `root` is the validated model."""
     found = []
     for entry in error.errors(include_url=False):
         path = "spec"
@@ -23,19 +23,20 @@ def schema_errors(error: ValidationError, root: type[BaseModel]) -> list[tuple[s
         if entry["type"] == "extra_forbidden":
             meant = _meant(path, root)
             hint = f"did you mean {meant}? " if meant else ""
-            found.append((path, f"there is no such field: {hint}`kubectl explain infd.spec --recursive` lists them"))
+            found.append((path, f"unknown field: {hint}`kubectl explain infd.spec --recursive` lists all fields"))
         elif entry["type"] == "string_pattern_mismatch":
             found.append((path, _about_form(entry["ctx"]["pattern"], entry["input"])))
         else:
             given = entry.get("input")
-            said = _about_quotes(entry["type"], given) or _about_type(entry["type"], given, path, root)
-            found.append((path, entry["msg"] + said))
+            hint = _about_quotes(entry["type"], given) or _about_type(entry["type"], given, path, root)
+            found.append((path, entry["msg"] + hint))
     return found
 
 
 def _meant(unknown: str, root: type[BaseModel]) -> str | None:
-    """The field that a misspelt one was meant to be: a name like it in the same place, else one in another place.
-    vLLM's tensorParallelSize is our tensor.
+    """Return the field that a misspelt one probably means: a similar name at the same path, else at another path.
+
+    vLLM's tensorParallelSize maps to tensor.
     """
     parent, _, name = unknown.rpartition(".")
     places = _places(root)
@@ -49,13 +50,13 @@ def _meant(unknown: str, root: type[BaseModel]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """`gpu_memory-utilization` and `gpuMemoryUtilization` are spelt alike."""
+    """Normalise a name, so that `gpu_memory-utilization` equals `gpuMemoryUtilization`."""
     return name.lower().replace("_", "").replace("-", "")
 
 
 @cache
 def _places(root: type[BaseModel]) -> tuple[str, ...]:
-    """The paths of all fields, outer ones first."""
+    """Return the paths of all fields, outer ones first."""
     found: list[str] = []
     waiting: list[tuple[str, type[BaseModel]]] = [("spec", root)]
     for path, model in waiting:
@@ -69,37 +70,35 @@ def _places(root: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _models_in(annotation: object) -> list[type[BaseModel]]:
-    """The models of `Model | None`: maps are left out, since their paths hold names."""
+    """Return the models of `Model | None`. Maps are excluded, because their paths contain names."""
     parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
 def _about_type(kind: str, given: object, path: str, root: type[BaseModel]) -> str:
-    """What to write where a text stands for fields, a number or a list."""
+    """Return the hint for a string instead of an object, a number or a list."""
     below = [place.removeprefix(f"{path}.") for place in _places(root) if place.rpartition(".")[0] == path]
     if below and not isinstance(given, dict):
-        return f": its fields stand below it: {', '.join(below)}"
+        return f": write an object with the fields {', '.join(below)}"
     if kind == "int_type" and isinstance(given, str):
-        return (
-            f": write {given} without quotes" if given.isdecimal() else f": {given!r} is a text: write a whole number"
-        )
+        return f": write {given} without quotes" if given.isdecimal() else f": {given!r} is a string; write an integer"
     if kind in ("tuple_type", "list_type") and isinstance(given, str):
         return f": write a list: {given.split()}"
     return ""
 
 
 def _about_form(pattern: str, given: str) -> str:
-    """What a text should look like: an example says more than the regular expression does."""
+    """Return the message for a string that does not match its pattern, with an example instead of the pattern."""
     example = EXAMPLES.get(pattern)
     if example is None:
         return f"{given!r} does not match {pattern}"
-    said = f"{given!r} is not of that form: write {example}"
+    message = f"{given!r} is not valid; write {example}"
     on_hub = re.fullmatch(r"(?:hf:/*|https://huggingface\.co/)?([\w.-]+/[\w.-]+)", given)
-    return f"{said}: did you mean {HUB_SCHEME}{on_hub[1]}?" if pattern == MODEL_URI and on_hub else said
+    return f"{message}: did you mean {HUB_SCHEME}{on_hub[1]}?" if pattern == MODEL_URI and on_hub else message
 
 
 def _about_quotes(kind: str, given: object) -> str:
-    """What YAML did to a text that was written without quotes: it made it a number, or a switch."""
+    """Return the hint for an unquoted string that YAML parsed as a number or a boolean."""
     if kind not in ("string_type", "literal_error", "enum") or not isinstance(given, bool | int | float):
         return ""
     if isinstance(given, bool):

@@ -1,6 +1,6 @@
-"""Text that the operator signs before it keeps it in a ConfigMap, and believes only if it has signed it. Pure.
+"""Signed text in ConfigMaps. The operator ignores text that it has not signed. Pure.
 
-Whoever may write ConfigMaps may not thereby choose what the operator runs, or to which values it sets engines.
+A user with write access to ConfigMaps must not be able to control the operator or the engines' parameters.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import hmac
 import json
 
 
-def sealed(body: str, *, key: str, kind: str) -> str:
-    """The text to keep. `kind` says what it is: one kind of text does not pass for another."""
+def sign(body: str, *, key: str, kind: str) -> str:
+    """Return the signed text. `kind` is part of the signature, so that one kind is not valid as another."""
     return json.dumps({"signature": _signature(body, key, kind), "state": body}, indent=1)
 
 
-def opened(text: str | None, *, key: str, kind: str, former_key: str | None = None) -> str | None:
-    """What was sealed, with `key` or with the one before it; None when the text is missing, damaged or not ours."""
+def verify(text: str | None, *, key: str, kind: str, former_key: str | None = None) -> str | None:
+    """Return the body of signed text. None if the text is missing or malformed, or the signature is invalid.
+
+    `former_key` is also accepted, for text from before a key rotation.
+    """
     try:
         outer = json.loads(text or "")
         signature, body = str(outer["signature"]), outer["state"]
@@ -27,8 +30,8 @@ def opened(text: str | None, *, key: str, kind: str, former_key: str | None = No
     return str(body) if is_ours else None
 
 
-def unverified(text: str | None) -> str | None:
-    """What stands in sealed text, whoever wrote it: for readers without the key. None when it is missing or damaged."""
+def read_unverified(text: str | None) -> str | None:
+    """Return the body without verifying the signature, for readers without the key. None if missing or malformed."""
     try:
         return str(json.loads(text or "")["state"])
     except (ValueError, KeyError, TypeError, RecursionError):

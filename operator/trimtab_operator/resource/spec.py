@@ -19,7 +19,7 @@ from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
-from trimtab_operator.resource.forms import (
+from trimtab_operator.resource.patterns import (
     DNS_LABEL,
     DURATION,
     FINE_DURATION,
@@ -408,7 +408,7 @@ class Scaling(Model):
     )
 
 
-NO_MEASURE_WITHOUT_REPLICAS = (
+ZERO_REPLICAS_UNSUPPORTED = (
     "0 is not supported, because a resource without replicas has no metrics to scale up by; use 1 or more, or remove "
     "scaling and let KEDA write to /scale"
 )
@@ -422,12 +422,10 @@ SCALING_RULES = [
     ),
     cel(
         "!has(self.minReplicas) || self.minReplicas > 0",
-        f"spec.scaling.minReplicas: {NO_MEASURE_WITHOUT_REPLICAS}",
+        f"spec.scaling.minReplicas: {ZERO_REPLICAS_UNSUPPORTED}",
     ),
 ]
-REPLICAS_ARE_NOT_ASKED = (
-    "is ignored while spec.scaling is set; change scaling.minReplicas or maxReplicas, or remove scaling"
-)
+REPLICAS_IGNORED = "is ignored while spec.scaling is set; change scaling.minReplicas or maxReplicas, or remove scaling"
 
 
 def _target_above_zero(objective: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Times as the API server writes them."""
+"""RFC 3339 times of the API server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 
 def parse_time(text: object) -> datetime | None:
-    """An RFC 3339 time; None for what is none."""
+    """Parse an RFC 3339 time; None if it is not one."""
     try:
         moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
     except ValueError:
@@ -15,5 +15,5 @@ def parse_time(text: object) -> datetime | None:
 
 
 def timestamp(moment: datetime) -> str:
-    """RFC 3339 in whole seconds."""
+    """Format a time as RFC 3339 with whole seconds."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

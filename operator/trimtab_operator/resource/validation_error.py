@@ -1,4 +1,4 @@
-"""One thing that cannot be, where it stands and what to do about it: what every check of a resource yields."""
+"""Validation error of a resource, returned by every check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ValidationError:
-    """`field` as a user writes it (`spec.parallelism.tensor`), and a sentence that goes on from there."""
+    """A field as written by the user (`spec.parallelism.tensor`), and a message with the problem and the remedy."""
 
     field: str
     message: str

@@ -24,8 +24,8 @@ from typing import Any
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
-from trimtab_operator.builders.record import Record, without_told_live
-from trimtab_operator.builders.startup import start_seconds, start_words
+from trimtab_operator.builders.record import Record, without_live_fields
+from trimtab_operator.builders.startup import describe_start_timeout, start_seconds
 from trimtab_operator.builders.stateful_set import NO_RECORDS, Rendered, rendered
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.layout.degrees import Degrees
@@ -37,7 +37,7 @@ from trimtab_operator.observed.terminations import NO_TERMINATION_MESSAGE, last_
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.quantity import parse_seconds
-from trimtab_operator.resource.signed_text import opened, sealed
+from trimtab_operator.resource.signed_text import sign, verify
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import parse_time
 from trimtab_operator.rollout.surge import NoSurgeRoom, allowed_surge, surge_obstacle
@@ -260,7 +260,7 @@ def change_of(deployment: InferenceDeployment, revision: str) -> str:
 
     The replica count is left out because autoscalers write it, and tuning because its caps are part of the revision.
     """
-    written = without_told_live(_spec_without_replicas(deployment))
+    written = without_live_fields(_spec_without_replicas(deployment))
     rest = {name: value for name, value in written.items() if name not in UNRENDERED_FIELDS}
     digest = hashlib.sha256(compact({"image": deployment.image, "spec": rest}).encode()).hexdigest()
     return f"{revision}-{digest[:10]}"
@@ -439,7 +439,7 @@ def _failure_reason(
     if now - since < change_timeout_seconds(deployment) or is_layout_pending or is_up:
         return None
     worst = min(updated, key=lambda group: (phase_of(group, EngineView())[0] != "Failed", group.ordinal))
-    return f"{worst.name} did not become Ready within {start_words(deployment)}: {_obstacle(worst, layouts)}"
+    return f"{worst.name} did not become Ready within {describe_start_timeout(deployment)}: {_obstacle(worst, layouts)}"
 
 
 def _obstacle(group: Group, layouts: Mapping[str, Degrees]) -> str:
@@ -503,12 +503,12 @@ def plan_rollout_state(
 @functools.lru_cache(maxsize=MAX_KEPT_TEXTS)
 def to_text(state: RolloutState, *, key: str) -> str:
     """Return the signed text for the ConfigMap. Cached, as it is compared in each iteration and seldom changes."""
-    return sealed(json.dumps(asdict(state), sort_keys=True), key=key, kind=SIGNED_KIND)
+    return sign(json.dumps(asdict(state), sort_keys=True), key=key, kind=SIGNED_KIND)
 
 
 def from_text(text: str | None, *, key: str, former_key: str | None = None) -> RolloutState:
     """Parse what `to_text` wrote; empty state if it is missing, damaged or not signed by this operator."""
-    body = opened(text, key=key, kind=SIGNED_KIND, former_key=former_key)
+    body = verify(text, key=key, kind=SIGNED_KIND, former_key=former_key)
     if body is None:
         return RolloutState()
     try:

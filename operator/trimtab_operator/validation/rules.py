@@ -14,27 +14,27 @@ from typing import Any
 
 from trimtab_operator.builders.download import ACCOUNTS_VOLUME, CACHE_VOLUME, TOKEN_VOLUME
 from trimtab_operator.builders.pod import PRE_STOP_SECONDS, stop_seconds
-from trimtab_operator.builders.startup import MAX_WRITTEN_SECONDS
+from trimtab_operator.builders.startup import MAX_START_TIMEOUT_SECONDS
 from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.resource.allowed_privileges import (
     HOST_PATH,
     LOCK_MEMORY,
-    LOCKS_MEMORY,
+    LOCK_MEMORY_SECURITY_CONTEXT,
     POD_FIELDS,
     privilege_remedy,
 )
-from trimtab_operator.resource.forms import DNS_LABEL
-from trimtab_operator.resource.live_parameters import knobs
+from trimtab_operator.resource.live_parameters import live_parameters
+from trimtab_operator.resource.patterns import DNS_LABEL
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.spec import (
     DEADLINE_WITHOUT_TARGET,
     DOWNLOADED,
     MAX_NAME_LENGTH,
     MODALITIES,
-    NO_MEASURE_WITHOUT_REPLICAS,
     SERVED_NAME,
+    ZERO_REPLICAS_UNSUPPORTED,
     InferenceDeployment,
     ModelSource,
     PodOverlay,
@@ -92,7 +92,7 @@ def validate_scaling(deployment: InferenceDeployment) -> Iterator[ValidationErro
             f"is {scaling.min_replicas}, above maxReplicas {scaling.max_replicas}; lower it or raise maxReplicas",
         )
     if scaling.min_replicas == 0:
-        yield ValidationError("spec.scaling.minReplicas", NO_MEASURE_WITHOUT_REPLICAS)
+        yield ValidationError("spec.scaling.minReplicas", ZERO_REPLICAS_UNSUPPORTED)
 
 
 def validate_objectives(deployment: InferenceDeployment) -> Iterator[ValidationError]:
@@ -466,7 +466,7 @@ def validate_gpu_memory_utilization(deployment: InferenceDeployment) -> Iterator
 
 
 def validate_token_budget(deployment: InferenceDeployment) -> Iterator[ValidationError]:
-    _, seqs, tokens = knobs(deployment.spec)
+    _, seqs, tokens = live_parameters(deployment.spec)
     if seqs.start is not None and tokens.start is not None and seqs.start > tokens.start:
         field = "maxNumBatchedTokens" if tokens.is_start_given else "maxNumSeqs"
         yield ValidationError(
@@ -484,7 +484,7 @@ def validate_tuning_bounds(deployment: InferenceDeployment) -> Iterator[Validati
     explicitly."""
     names = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
     fields = ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens")
-    for name, field, knob in zip(names, fields, knobs(deployment.spec), strict=True):
+    for name, field, knob in zip(names, fields, live_parameters(deployment.spec), strict=True):
         bounds = getattr(deployment.spec.tuning.bounds, name)
         if bounds is None:
             continue
@@ -585,8 +585,8 @@ def validate_start_timeout(deployment: InferenceDeployment) -> Iterator[Validati
     except ValueError as error:
         yield ValidationError(where, str(error))
         return
-    if not 0 < seconds <= MAX_WRITTEN_SECONDS:
-        yield ValidationError(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_WRITTEN_SECONDS:g} s")
+    if not 0 < seconds <= MAX_START_TIMEOUT_SECONDS:
+        yield ValidationError(where, f"is {seconds:g} s; set more than 0 s and at most {MAX_START_TIMEOUT_SECONDS:g} s")
 
 
 def validate_bake_time(deployment: InferenceDeployment) -> Iterator[ValidationError]:
@@ -612,7 +612,7 @@ REFUSED_POD_FIELDS: Mapping[str, str] = {
 }
 ACCOUNT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 VOLUME_SOURCES = ("configMap", "secret", "emptyDir", "persistentVolumeClaim", "ephemeral", "downwardAPI")
-RESERVED_VOLUMES = ("meeting", "model", "shm", "tmp", CACHE_VOLUME, TOKEN_VOLUME, ACCOUNTS_VOLUME)
+RESERVED_VOLUMES = ("rendezvous", "model", "shm", "tmp", CACHE_VOLUME, TOKEN_VOLUME, ACCOUNTS_VOLUME)
 RESERVED_MOUNTS = ("/dev/shm", "/etc/trimtab", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
 SECURITY_FIELDS = ("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "supplementalGroups")
 RESERVED_LABEL_PREFIXES = ("trimtab.dev/", "app.kubernetes.io/")
@@ -638,7 +638,7 @@ def validate_overlay_pod_fields(deployment: InferenceDeployment) -> Iterator[Val
         if container.name != "main":
             yield ValidationError(f"{where}.name", f"is {container.name!r}; only the container main can be overridden")
         for name, value in (container.model_extra or {}).items():
-            if name != "securityContext" or value != LOCKS_MEMORY:
+            if name != "securityContext" or value != LOCK_MEMORY_SECURITY_CONTEXT:
                 yield ValidationError(f"{where}.{name}", _container_field_error(name))
             elif LOCK_MEMORY not in deployment.allowed_privileges:
                 reason = "would let the engine lock memory, as RDMA needs"

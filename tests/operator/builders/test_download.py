@@ -57,7 +57,7 @@ def test_replicas_are_told_the_commit_once_it_is_known(uri: str, revision: str |
     assert model_path(pinned(deployment)) == f"hf://Qwen/Qwen3-8B@{COMMIT}"
 
 
-def test_what_replicas_serve_is_read_from_what_they_are_rendered_from() -> None:
+def test_model_revision_is_read_from_template() -> None:
     assert rendered(pinned(a_deployment()), admin_token_sha256="h").model_revision == COMMIT
     assert rendered(a_deployment("file:///m/x"), admin_token_sha256="h").model_revision is None
 
@@ -66,7 +66,7 @@ def test_clients_call_it_by_its_name_without_organisation_and_revision() -> None
     assert "--served-model-name=Qwen3-8B" in engine_args(a_deployment("hf://Qwen/Qwen3-8B@v1"), admin_token_sha256="h")
 
 
-def test_without_a_claim_the_cache_is_the_pods_own_and_bounded() -> None:
+def test_cache_without_claim_is_bounded_empty_dir() -> None:
     pod = pod_of(a_deployment())
     assert volume(pod, "trimtab-model-cache") == {"emptyDir": {"sizeLimit": "200Gi"}}
     assert {"--download-dir=/models/cache", "--download-dir-size=200Gi"} <= set(pod["containers"][0]["args"])
@@ -167,7 +167,7 @@ def test_an_image_volume_is_pulled_by_the_node_and_read_as_a_folder(of: Any) -> 
     assert root["containers"][0]["args"][1] == "/models/claim"
 
 
-def test_who_reads_the_model_is_who_the_engine_is() -> None:
+def test_facts_job_uses_engine_service_account() -> None:
     template = {"spec": {"serviceAccountName": "reads-models"}}
     bucket, folder = (
         replace(a_deployment(uri, template=template), allowed_privileges=frozenset({"serviceAccountName"}))
@@ -177,7 +177,7 @@ def test_who_reads_the_model_is_who_the_engine_is() -> None:
     assert job_pod_of(folder)["serviceAccountName"] != "reads-models"
 
 
-def test_who_reads_the_model_asks_the_mirror_that_engines_ask() -> None:
+def test_facts_job_uses_engine_mirror() -> None:
     mirror = [{"name": "HF_ENDPOINT", "value": "http://mirror"}]
     template = {"spec": {"containers": [{"name": "main", "env": mirror}]}}
     assert environment(job_pod_of(a_deployment(template=template)))["HF_ENDPOINT"] == "http://mirror"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trimtab_operator.builders.drift import first_difference
 
 
-def test_what_the_api_server_adds_is_no_drift() -> None:
+def test_fields_added_by_api_server_are_no_drift() -> None:
     wanted = {"limits": {"cpu": "1000m", "memory": "1024Mi"}, "env": [{"name": "A", "value": ""}], "list": []}
     present = {"limits": {"cpu": "1", "memory": "1Gi"}, "env": [{"name": "A"}, {"name": "B"}], "uid": "x"}
     assert first_difference({"resources": wanted}, {"resources": present}) is None

@@ -34,7 +34,7 @@ def a_job(uri: str = "file:///models/m", **spec: Any) -> dict[str, Any]:
     return facts_job(InferenceDeployment.parse({"metadata": metadata, "spec": base}), {"of": "m"})
 
 
-def test_it_inspects_the_model_and_leaves_its_words_where_the_kubelet_reads_them() -> None:
+def test_facts_job_writes_termination_message() -> None:
     job = a_job()
     (main,) = job["spec"]["template"]["spec"]["containers"]
     assert job["metadata"]["name"] == "m-facts"
@@ -43,7 +43,7 @@ def test_it_inspects_the_model_and_leaves_its_words_where_the_kubelet_reads_them
     assert f"--output-file={main['terminationMessagePath']}" in main["args"]
 
 
-def test_it_asks_for_no_gpu_and_gets_no_more_power_than_an_engine() -> None:
+def test_facts_job_has_no_gpu_and_engine_privileges() -> None:
     pod = a_job(parallelism={"tensor": 8})["spec"]["template"]["spec"]
     (main,) = pod["containers"]
     assert "nvidia.com/gpu" not in str(pod)

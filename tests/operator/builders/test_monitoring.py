@@ -31,7 +31,7 @@ def test_leaders_are_scraped_with_the_labels_that_a_prometheus_asks_for() -> Non
     assert (endpoint["port"], endpoint["path"], endpoint["interval"]) == ("http", "/metrics", "30s")
 
 
-def test_every_series_of_an_alert_is_one_that_engines_have_and_of_this_resource_alone() -> None:
+def test_alerts_use_existing_series_of_this_resource_only() -> None:
     exported = set(re.findall(r"\"((?:vllm:|trimtab_)[a-z_]+)\"", FAMILIES.read_text()))
     objectives = {"ttft": {"target": "500ms"}, "itl": {"target": "50ms", "kind": "Tokens"}}
     for rule in alerts(objectives=objectives).values():
@@ -46,7 +46,7 @@ def test_a_promise_of_latency_is_an_alert_with_the_promised_time() -> None:
     found = alerts(objectives={"ttft": {"target": "500ms", "percentile": 90}})
     assert found["TrimtabFirstTokensLate"]["expr"].startswith("histogram_quantile(0.9, sum by (le) (rate(")
     assert found["TrimtabFirstTokensLate"]["expr"].endswith("> 0.5")
-    assert "within 500ms" in found["TrimtabFirstTokensLate"]["annotations"]["summary"]
+    assert "TTFT target of 500ms" in found["TrimtabFirstTokensLate"]["annotations"]["summary"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_promise_of_latency_is_an_alert_with_the_promised_time() -> None:
         {"itl": {"target": "50ms"}},  # a request's mean, which the histogram of single tokens does not know
     ],
 )
-def test_what_a_histogram_cannot_judge_is_no_alert(objectives: dict[str, Any] | None) -> None:
+def test_objectives_without_histogram_have_no_alert(objectives: dict[str, Any] | None) -> None:
     assert not {"TrimtabFirstTokensLate", "TrimtabTokensLate"} & alerts(objectives=objectives).keys()
 
 

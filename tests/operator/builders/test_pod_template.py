@@ -187,11 +187,11 @@ def test_services_select_leaders_only() -> None:
 # --- replicas of several ranks and pods -------------------------------------------------------------------------------
 
 
-def test_one_rank_gets_no_flag_of_a_layout() -> None:
+def test_single_rank_has_no_layout_flags() -> None:
     assert not any(argument.startswith(("--tensor", "--nnodes", "--master", "--node-rank")) for argument in args())
 
 
-def test_several_ranks_in_one_pod_are_told_the_layout_and_no_meeting_place() -> None:
+def test_single_pod_ranks_have_layout_but_no_rendezvous() -> None:
     found = args(parallelism={"tensor": 2, "data": 2, "expert": True, "gpusPerNode": 4})
     wanted = {"--tensor-parallel-size=2", "--pipeline-parallel-size=1", "--data-parallel-size=2"}
     assert wanted | {"--enable-expert-parallel"} <= set(found)
@@ -248,7 +248,7 @@ def test_ranks_meet_only_those_of_their_own_revision() -> None:
     assert ids[0] != ids[1]
 
 
-def test_pods_of_a_group_rather_run_on_different_nodes_unless_the_user_says_otherwise() -> None:
+def test_group_pods_prefer_different_nodes_unless_overlaid() -> None:
     parallelism = {"pipeline": 2, "gpusPerNode": 1}
     affinity = both_sets(parallelism=parallelism)[0]["spec"]["template"]["spec"]["affinity"]
     (term,) = affinity["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 from operator_builders import a_deployment
 from trimtab_operator.builders.pod import pod_spec
-from trimtab_operator.builders.startup import MAX_WRITTEN_SECONDS, probe_seconds, start_seconds, start_words
+from trimtab_operator.builders.startup import (
+    MAX_START_TIMEOUT_SECONDS,
+    describe_start_timeout,
+    probe_seconds,
+    start_seconds,
+)
 from trimtab_operator.resource.spec import InferenceDeployment
 
 GB = 10**9
@@ -42,12 +47,12 @@ def test_a_start_may_take_half_an_hour_and_what_reading_the_model_takes(
 
 def test_its_owners_word_counts_instead() -> None:
     assert start_seconds(a_start(688, startTimeout="5m")) == 300
-    assert start_words(a_start(688, startTimeout="5m")) == "5m"
+    assert describe_start_timeout(a_start(688, startTimeout="5m")) == "5m"
 
 
-def test_where_the_time_comes_from_is_said() -> None:
-    assert start_words(a_start(141)) == "54m (for a model of 141.0 GB; spec.rollout.startTimeout)"
-    assert start_words(a_start()) == "30m"
+def test_start_timeout_text_names_its_derivation() -> None:
+    assert describe_start_timeout(a_start(141)) == "54m (for a model of 141.0 GB; spec.rollout.startTimeout)"
+    assert describe_start_timeout(a_start()) == "30m"
 
 
 @pytest.mark.parametrize("gigabytes", [None, 0.27, 141, 688, 2000])
@@ -60,4 +65,4 @@ def test_no_kubelet_begins_anew_what_the_operator_still_waits_for(
 
 
 def test_another_time_that_is_written_makes_no_other_pods() -> None:
-    assert probe_of(a_start(1, startTimeout="1m")) == probe_of(a_start(1)) == MAX_WRITTEN_SECONDS
+    assert probe_of(a_start(1, startTimeout="1m")) == probe_of(a_start(1)) == MAX_START_TIMEOUT_SECONDS

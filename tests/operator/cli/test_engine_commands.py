@@ -64,7 +64,7 @@ def test_every_word_reaches_the_engine_and_its_exit_code_comes_back(engine: Path
     assert (told.returncode, told.stdout.strip(), told.stderr) == (7, str(words), "")
 
 
-def test_without_an_engine_it_is_said_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_commands_without_engine_name_pip_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_commands, "engine_program", lambda: None)
     result = CliRunner().invoke(trimtab_command.app, ["serve", "MODEL"])
     assert result.exit_code == 2
@@ -93,7 +93,7 @@ def test_both_programs_say_their_version_and_complete() -> None:
         assert "--install-completion" in CliRunner().invoke(app, ["--help"], prog_name=name).output
 
 
-def test_what_judges_resources_is_under_the_one_name_as_well(tmp_path: Path) -> None:
+def test_trimtab_includes_validate_and_render(tmp_path: Path) -> None:
     file = tmp_path / "resource.yaml"
     file.write_text("kind: ConfigMap")
     for command in ("validate", "render"):

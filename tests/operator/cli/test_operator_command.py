@@ -33,7 +33,7 @@ def run(command: str, text: str, folder: Path) -> tuple[int, str]:
             "line 2, column 1: found character '\\t' that cannot start any token: indent YAML with spaces",
         ),
         (f"{HEAD}metadata: {{}}\nspec: {{{SPEC}}}", "metadata.name is missing"),
-        (f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, when: 2020-01-01}}", "spec.when: there is no such field"),
+        (f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, when: 2020-01-01}}", "spec.when: unknown field"),
         (f"{HEAD}metadata: {{name: m}}\nspec: &a {{{SPEC}, x: *a}}", "cannot be converted to JSON"),
         (f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, replicas: .nan}}", "spec.replicas"),
     ],
@@ -45,7 +45,7 @@ def test_a_faulty_file_is_refused_in_words(command: str, text: str, words: str, 
     assert words in said
 
 
-def test_what_is_accepted_and_may_not_be_meant_is_a_warning(tmp_path: Path) -> None:
+def test_validate_prints_warnings_of_accepted_resources(tmp_path: Path) -> None:
     text = f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, scaling: {{minReplicas: 2, maxReplicas: 3}}}}"
     code, said = run("validate", text, tmp_path)
     assert code == 0
@@ -75,7 +75,7 @@ def test_a_good_file_is_accepted_and_rendered(tmp_path: Path) -> None:
     assert "kind: StatefulSet" in said
 
 
-def test_a_resource_without_an_image_is_accepted_by_both_and_rendered_with_what_stands_for_the_operators(
+def test_resource_without_image_renders_placeholder(
     tmp_path: Path,
 ) -> None:
     text = f"{HEAD}metadata: {{name: m}}\nspec: {{model: {{uri: 'file:///models/m'}}, runtime: {{device: cpu}}}}"
@@ -86,7 +86,7 @@ def test_a_resource_without_an_image_is_accepted_by_both_and_rendered_with_what_
     assert "image: the-operators-default-image" in said
 
 
-def test_with_a_gpu_the_memory_is_judged_too(tmp_path: Path) -> None:
+def test_validate_with_gpu_checks_memory(tmp_path: Path) -> None:
     file, facts = tmp_path / "resource.yaml", tmp_path / "facts.json"
     configs = json.loads((Path(__file__).parents[2] / "golden" / "published_configs.json").read_text())
     facts.write_text(json.dumps(facts_of_config(configs["Llama-3.1-70B"], "m").to_json()), encoding="utf-8")

@@ -124,7 +124,7 @@ def test_recorded_looks_are_decided_again_alike(tmp_path: Path, resource: Path) 
     assert "1 same" in done.stdout
 
 
-def test_what_prometheus_stored_is_decided_again_alike_and_can_be_saved(tmp_path: Path, resource: Path) -> None:
+def test_replay_of_prometheus_repeats_decisions_and_saves(tmp_path: Path, resource: Path) -> None:
     ticks, _ = lived()
     stored, saved = write_range(tmp_path / "range.json", ticks), tmp_path / "samples.jsonl"
     done = run(stored, "-f", resource, "--save", saved, "-o", "json")
@@ -144,7 +144,7 @@ def test_recordings_may_be_compressed_or_come_from_standard_input(tmp_path: Path
     assert run("-", "-f", resource, given=plain.read_text()).exit_code == 0
 
 
-def test_it_is_compared_with_what_why_tells(tmp_path: Path, resource: Path) -> None:
+def test_replay_compares_with_why_output(tmp_path: Path, resource: Path) -> None:
     ticks, made = lived()
     then = tmp_path / "why.json"
     then.write_text(json.dumps({"decisions": [decision_to_json(decision) for decision in made]}))
@@ -154,7 +154,7 @@ def test_it_is_compared_with_what_why_tells(tmp_path: Path, resource: Path) -> N
     assert "original decision" in done.stdout
 
 
-def test_it_is_compared_with_a_resources_history_and_differences_are_told(tmp_path: Path, resource: Path) -> None:
+def test_replay_compares_with_resource_history(tmp_path: Path, resource: Path) -> None:
     moment = datetime.fromtimestamp(BEGIN + 30, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     entry = {
         "id": "x",
@@ -173,7 +173,7 @@ def test_it_is_compared_with_a_resources_history_and_differences_are_told(tmp_pa
     assert "1 only recorded, 1 only replayed" in done.stdout
 
 
-def test_without_a_resource_the_default_promises_hold(tmp_path: Path) -> None:
+def test_replay_without_resource_uses_default_objectives(tmp_path: Path) -> None:
     done = run(write_looks(tmp_path / "samples.jsonl", lived()[0]))
     assert done.exit_code == 0, done.output
 
@@ -241,7 +241,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (["--prometheus", "http://p", "--name", "m", "--from", "soon"], "--from: 'soon' is not a time"),
         (["--prometheus", "http://p", "--name", "m", "--from", "1h", "--to", "2h"], "--from must be before --to"),
         (["--prometheus", "http://p", "--name", "m", "--from", "9000h"], "use at most 167 h"),
-        (["--prometheus", "p:9090", "--name", "m"], "--prometheus: 'p:9090' is no address"),
+        (["--prometheus", "p:9090", "--name", "m"], "--prometheus: not a valid address ('p:9090')"),
         (["-", "--prometheus-match", "x"], "--prometheus-match: not a pair ('x')"),
         (["-", "--resource", "/nowhere"], "--resource /nowhere: cannot be read"),
     ],
@@ -263,7 +263,7 @@ def test_a_resource_that_decides_nothing_or_is_none_is_refused(tmp_path: Path, r
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"decisions": [{}]}', '{"status": {"tuning": {"history": [1]}}}'])
-def test_what_is_no_list_of_decisions_is_refused(text: str, tmp_path: Path) -> None:
+def test_decided_without_decisions_is_rejected(text: str, tmp_path: Path) -> None:
     looks, then = write_looks(tmp_path / "samples.jsonl", lived(3)[0]), tmp_path / "then.json"
     then.write_text(text)
     assert f"--decided {then}" in refused(looks, "--decided", then)

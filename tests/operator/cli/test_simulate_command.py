@@ -99,7 +99,7 @@ def test_files_are_looked_at_before_the_trace_is_read(flag: str, name: str, said
     assert said in done.stderr
 
 
-def test_what_was_asked_for_is_said_with_units(log: Path) -> None:
+def test_simulate_prints_objectives_with_units(log: Path) -> None:
     done = simulate("--trace", log, "--ttft", "2s+1/8000", "--itl-mean", "80", "--policy", "static-default")
     assert (
         "objectives: first token within 2 s + 125 us per prompt token, mean gap between tokens within 80 s, for 99 %"
@@ -126,7 +126,7 @@ def test_equal_seeds_print_equal_figures(log: Path) -> None:
         (("--ttft", "soon"), "--ttft is 'soon'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(log: Path, arguments: tuple[str, ...], reason: str) -> None:
+def test_simulate_rejects_invalid_flags_before_replay(log: Path, arguments: tuple[str, ...], reason: str) -> None:
     done = simulate("--trace", log, *arguments)
     assert done.exit_code == 2
     assert reason in done.stderr

@@ -94,7 +94,7 @@ def test_json_holds_what_the_page_documents(folder: Path) -> None:
         assert f"`{key}`" in page, f"docs/guides/layout-planning.md does not say what {key} is"
 
 
-def test_the_weights_of_the_heading_are_those_that_the_gpu_holds_and_the_json_has_them_too(folder: Path) -> None:
+def test_plan_reports_weights_in_gpu_format(folder: Path) -> None:
     asked = (str(folder), "--gpu", "H100", "--quantization", "fp8", "--max-model-len", "8192")
     answer = json.loads(plan(*asked, "-o", "json").stdout)
     assert answer["held_as"] == "fp8"
@@ -111,7 +111,7 @@ def test_the_batch_is_what_fits_and_at_most_max_num_seqs(folder: Path) -> None:
     assert "at most max_num_seqs 5" in few.output
 
 
-def test_refused_layouts_of_one_reason_stand_in_one_row_and_those_without_memory_as_the_nearest(folder: Path) -> None:
+def test_plan_groups_rejected_layouts_by_reason(folder: Path) -> None:
     asked = (str(folder), "--gpu", "L4", "--gpus-per-node", "8")
     refused = json.loads(plan(*asked, "-o", "json", "--all").stdout)["refused"]
     table = plan(*asked).output.split("Rejected", 1)[1]
@@ -134,7 +134,7 @@ def test_facts_that_inspect_printed_are_read_from_standard_input(folder: Path) -
     assert (answer["model"], answer["gpus_per_node"]) == ("/models/m", 2)
 
 
-def test_when_nothing_works_the_exit_code_is_1_and_every_reason_is_shown(folder: Path) -> None:
+def test_plan_without_valid_layout_exits_1_with_reasons(folder: Path) -> None:
     result = plan(str(folder), "--gpu", "L4", "--gpus-per-node", "2")
     assert result.exit_code == 1
     assert "No layout of this model works on these GPUs" in result.output

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from trimtab_operator.cli.trimtab_command import app
-from trimtab_operator.resource.signed_text import sealed
+from trimtab_operator.resource.signed_text import sign
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, decision_id
 from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.state import TunerState
@@ -91,7 +91,7 @@ class Cluster:
             "status": {"tuning": {"mode": "Auto", **status}},
         }
         if memory is not None:
-            text = sealed(to_json(memory), key="the operator's", kind="tuning")
+            text = sign(to_json(memory), key="the operator's", kind="tuning")
             self.answers[CONFIG_MAP.format(namespace, name)] = {"data": {"state.json": text}}
 
     def end(self) -> None:
@@ -113,7 +113,7 @@ def why(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["why", *arguments])
 
 
-def test_decisions_are_told_with_evidence_prediction_advice_and_what_came_of_them(cluster: Cluster) -> None:
+def test_why_prints_evidence_prediction_advice_and_outcome(cluster: Cluster) -> None:
     promises = {"source": "Default", "ttft": {"target": "300ms", "percentile": 95, "perPromptToken": "125us"}}
     applied = {"gpu_memory_utilization": "0.87"}
     cluster.has("chat", "team-a", TunerState(history=(DECISION,)), objectives=promises, applied=applied)
@@ -184,7 +184,7 @@ def test_mode_off_says_that_nothing_is_decided(cluster: Cluster) -> None:
     assert "spec.tuning.mode is Off: no decisions are made" in why("chat").output
 
 
-def test_what_cannot_be_read_is_one_line_and_exit_code_2(
+def test_why_unreadable_input_is_one_line_and_exit_2(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = why("nobody")

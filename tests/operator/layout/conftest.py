@@ -54,12 +54,10 @@ def a_random_case() -> RandomCase:
 
 def _random_config(random: Random) -> Config:
     """A small model that the engine runs: dense or a mixture, with numbers that often do not divide."""
-    is_mixture = random.random() < 0.5
+    is_moe = random.random() < 0.5
     kv_heads = random.choice([1, 2, 3, 4, 6, 8])
     config = {
-        "architectures": [
-            "Qwen3MoeForCausalLM" if is_mixture else random.choice(["LlamaForCausalLM", "Qwen2ForCausalLM"])
-        ],
+        "architectures": ["Qwen3MoeForCausalLM" if is_moe else random.choice(["LlamaForCausalLM", "Qwen2ForCausalLM"])],
         "hidden_size": 8 * random.randint(1, 8),
         "head_dim": 2 * random.randint(1, 4),
         "num_key_value_heads": kv_heads,
@@ -72,7 +70,7 @@ def _random_config(random: Random) -> Config:
         "attention_bias": random.random() < 0.5,
         "torch_dtype": "bfloat16",
     }
-    if is_mixture:
+    if is_moe:
         config |= {
             "num_experts": random.choice([2, 3, 4, 6, 8, 12]),
             "num_experts_per_tok": random.choice([1, 2]),

@@ -81,7 +81,7 @@ def test_published_models_on_known_gpus(
     assert (not refusals) == works, [str(refusal) for refusal in refusals]
 
 
-def test_an_architecture_that_the_engine_does_not_run_on_gpus_is_refused_by_name(published: Published) -> None:
+def test_cpu_only_architecture_is_rejected_on_gpus(published: Published) -> None:
     facts = replace(published("Llama-3.1-8B"), architecture="Phi3ForCausalLM", is_by_transformers=True)
     spec = Spec.model_validate({"model": {"uri": "file:///m"}})
     (refusal,) = check_layout(spec, facts, gpu_named("H200"))
@@ -89,7 +89,7 @@ def test_an_architecture_that_the_engine_does_not_run_on_gpus_is_refused_by_name
     assert facts.architecture in refusal.message
 
 
-def test_what_runs_on_the_cpu_alone_is_taken_there(published: Published) -> None:
+def test_cpu_only_architecture_is_accepted_on_cpu(published: Published) -> None:
     facts = replace(published("Llama-3.1-8B"), architecture="Phi3ForCausalLM", is_by_transformers=True)
     spec = Spec.model_validate({"model": {"uri": "file:///m"}, "runtime": {"device": "cpu"}})
     assert check_layout(spec, facts) == ()
@@ -130,7 +130,10 @@ def test_shorter_requests_and_a_larger_share_are_offered_where_they_would_do(
 def test_requests_longer_than_the_models_positions_are_refused(published: Published, a_spec: ASpec) -> None:
     facts = published("Llama-3.1-8B")
     (refusal,) = check_layout(a_spec(facts, engine={"maxModelLen": 131073}), facts, gpu_named("H100"))
-    assert str(refusal) == "spec.engine.maxModelLen: is 131073, but the model's positions allow 1 to 131072; use at most 131072"
+    assert (
+        str(refusal)
+        == "spec.engine.maxModelLen: is 131073, but the model's positions allow 1 to 131072; use at most 131072"
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,13 +148,13 @@ def test_an_fp8_cache_needs_a_gpu_that_has_it(
     assert fields == ([] if works else ["spec.engine.kvCacheDtype"])
 
 
-def test_without_facts_only_the_spec_is_checked(a_spec: ASpec) -> None:
+def test_check_layout_without_facts_checks_spec_only(a_spec: ASpec) -> None:
     assert check_layout(a_spec(tensor=7), None) == ()
     (refusal,) = check_layout(a_spec(tensor=2, gpusPerNode=4), None)
     assert str(refusal).startswith("spec.parallelism.gpusPerNode: is 4, but a replica has 2 ranks")
 
 
-def test_without_a_gpu_or_on_the_cpu_memory_is_not_judged(published: Published) -> None:
+def test_check_layout_without_gpu_skips_memory(published: Published) -> None:
     facts = published("Llama-3.1-405B")
     body: dict[str, Any] = {"model": {"uri": "file:///m"}}
     assert check_layout(Spec.model_validate(body), facts) == ()
@@ -196,7 +199,7 @@ def test_a_mixture_that_is_too_large_is_refused_with_its_data_ranks(published: P
     assert "set more tensor, pipeline or data ranks" in refusal.message
 
 
-def test_where_no_layout_has_room_the_settings_are_named_not_the_model(published: Published, a_spec: ASpec) -> None:
+def test_check_layout_names_settings_if_nothing_fits(published: Published, a_spec: ASpec) -> None:
     facts = published("Llama-3.1-8B")
     spec = a_spec(facts, engine={"gpuMemoryUtilization": "0.01"})
     (refusal,) = check_layout(spec, facts, gpu_named("H100"))

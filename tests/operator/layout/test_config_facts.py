@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_operator.layout.facts import RUN_BY_THE_ENGINE, SEEING_ON_GPUS, ModelFacts, facts_of_config
+from trimtab_operator.layout.facts import GPU_VISION_ARCHITECTURES, NATIVE_ARCHITECTURES, ModelFacts, facts_of_config
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 Published = Callable[[str], ModelFacts]
@@ -63,10 +63,10 @@ def test_maverick_has_experts_in_every_second_layer(published: Published) -> Non
 def test_native_architectures_equal_the_engine_registry() -> None:
     from trimtab_engine.models.registry import BY_ARCHITECTURE, tower_named
 
-    assert tuple(BY_ARCHITECTURE) == RUN_BY_THE_ENGINE
+    assert tuple(BY_ARCHITECTURE) == NATIVE_ARCHITECTURES
     assert not any(family.not_on_cuda for family in BY_ARCHITECTURE.values()), "GPUs run what is not by transformers"
     towers = {name: tower_named(name) for name in BY_ARCHITECTURE}
-    assert tuple(name for name, kind in towers.items() if kind and not kind.not_on_cuda) == SEEING_ON_GPUS
+    assert tuple(name for name, kind in towers.items() if kind and not kind.not_on_cuda) == GPU_VISION_ARCHITECTURES
 
 
 def test_a_chunk_of_positions_counts_as_a_window(published: Published) -> None:
@@ -124,4 +124,4 @@ def test_heads_that_do_not_divide_an_fp8_block_are_unsupported(configs: Configs)
 
 
 def test_cases_cover_every_family() -> None:
-    assert {case["config"]["architectures"][0] for case in CASES} == set(RUN_BY_THE_ENGINE)
+    assert {case["config"]["architectures"][0] for case in CASES} == set(NATIVE_ARCHITECTURES)

@@ -95,7 +95,7 @@ def test_a_faster_gpu_or_network_never_slows_a_step(published: Published) -> Non
     assert gpu.seconds < slow.seconds
 
 
-def test_stages_of_engines_that_step_together_follow_each_other_with_the_whole_batch(published: Published) -> None:
+def test_lockstep_engines_run_stages_sequentially(published: Published) -> None:
     """One step at a time (docs/concepts/parallelism.md): its two stages read and compute together what one stage
     would."""
     facts = published("Qwen3-235B-A22B")

@@ -53,14 +53,14 @@ def test_facts_survive_the_way_through_json() -> None:
     assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
 
 
-def test_what_transformers_computes_runs_on_the_cpu_alone() -> None:
+def test_transformers_models_run_on_cpu_only() -> None:
     facts = ModelFacts.parse(FACTS | {"architecture": "Phi3ForCausalLM", "computed_by": "transformers"})
     assert (facts.is_run_on("cpu"), facts.is_run_on("cuda")) == (True, False)
     assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
     assert ModelFacts.parse(FACTS).is_run_on("cuda")
 
 
-def test_an_engine_that_divides_what_transformers_computes_says_over_how_many_ranks() -> None:
+def test_facts_parse_tensor_parallel_sizes() -> None:
     said = FACTS | {"computed_by": "transformers", "tensor_parallel_sizes": [1, 2, 4]}
     facts = ModelFacts.parse(said)
     assert facts.tensor_sizes == (1, 2, 4)
@@ -71,7 +71,7 @@ def test_an_engine_that_divides_what_transformers_computes_says_over_how_many_ra
         ModelFacts.parse(said | {"tensor_parallel_sizes": [0.5]})
 
 
-def test_what_computes_images_counts_beside_the_weights() -> None:
+def test_facts_count_vision_encoder_separately() -> None:
     facts = ModelFacts.parse(FACTS | {"tower_bytes": 1234})
     assert (facts.tower_bytes, facts.weights_bytes, ModelFacts.parse(FACTS).tower_bytes) == (1234, 2000, 0)
     assert ModelFacts.parse(json.loads(json.dumps(facts.to_json()))) == facts
@@ -117,7 +117,7 @@ def test_groups_of_layers_are_read_as_the_engine_names_them() -> None:
         ([a_group([0, 2], window=0)], r"kv_groups\[0\].window is 0"),
     ],
 )
-def test_what_is_wrong_with_groups_is_named(groups: list[object], message: str) -> None:
+def test_invalid_kv_groups_are_named(groups: list[object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelFacts.parse(FACTS | {"kv_groups": groups})
 
@@ -145,16 +145,16 @@ def test_what_is_wrong_with_groups_is_named(groups: list[object], message: str) 
         ({"weights_by_part": {}}, "weights_by_part.embedding is None"),
         (
             {"architecture": "BloomForCausalLM", "supported": False, "weights_by_part": None},
-            "knows too little of BloomForCausalLM",
+            "reports few facts of BloomForCausalLM",
         ),
     ],
 )
-def test_what_is_wrong_with_facts_is_named(changes: dict[str, object], message: str) -> None:
+def test_invalid_facts_are_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelFacts.parse(FACTS | changes)
 
 
-def test_what_inspect_prints_is_read(tmp_path: Path) -> None:
+def test_facts_parse_inspect_output(tmp_path: Path) -> None:
     """The two packages share no import: the command line is between them, here as in a cluster."""
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -60,7 +60,7 @@ def test_fp8_keys_and_values_double_the_tokens(published: Published, a_spec: Cal
     assert narrow.kv_tokens == pytest.approx(2 * plain.kv_tokens, abs=16)
 
 
-def test_a_tower_counts_on_the_first_stage_unless_no_image_and_no_video_may_come(published: Published) -> None:
+def test_vision_encoder_counts_on_first_stage_if_allowed(published: Published) -> None:
     """Only where it is loaded: of some Trimtab's engine serves the text half on GPUs."""
     plain = replace(published("Llama-3.1-8B"), tower_bytes=3 * GIB)
     own = replace(plain, architecture="Qwen2_5_VLForConditionalGeneration")

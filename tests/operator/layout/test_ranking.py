@@ -13,7 +13,7 @@ from trimtab_operator.layout.gpus import gpu_named
 from trimtab_operator.layout.memory_fit import Envelope, memory_fit
 from trimtab_operator.layout.ranking import Cluster, Load, Objective, Ranking, estimate_layout, rank_layouts
 from trimtab_operator.layout.reasons import reason_for
-from trimtab_operator.layout.stored_weights import as_run
+from trimtab_operator.layout.stored_weights import as_loaded
 from trimtab_operator.resource.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]
@@ -102,7 +102,7 @@ def test_a_tuned_engine_reaches_between_half_and_all_of_the_estimate(
     envelope = replace(envelope, kv_dtype_bytes=1)
     fit = memory_fit(facts, parallelism, device, envelope)
     load = Load(prompt_tokens=prompt, output_tokens=output)
-    held = as_run(facts, device, "fp8")
+    held = as_loaded(facts, device, "fp8")
     estimate = estimate_layout(held, parallelism, Hardware(gpu=device), fit, envelope, load)
     assert 0.5 < published_rate / estimate.tokens_per_second < 1
 
@@ -119,7 +119,7 @@ def test_for_latency_a_model_is_split_as_far_as_the_node_goes(published: Publish
         (8, 16384, 53248, 128, 8, (2, 1, 1)),  # 17 large ones do not
     ],
 )
-def test_of_two_models_of_27_billion_the_deep_narrow_one_answers_sooner_in_stages(
+def test_deep_narrow_model_prefers_pipeline_stages(
     layers: int, hidden: int, width: int, heads: int, kv_heads: int, best: Degrees
 ) -> None:
     config = {

@@ -79,7 +79,7 @@ def test_a_refusal_says_the_field_its_value_and_what_it_may_be(
         ((1, 2, 4), "expert", "which does not support expert parallelism; set it to false"),
     ],
 )
-def test_what_transformers_computes_is_divided_as_the_engine_found_it_can_be(
+def test_transformers_models_reject_unsupported_degrees(
     published: Published, sizes: tuple[int, ...], field: str, said: str
 ) -> None:
     facts = replace(published("Llama-3.1-8B"), is_by_transformers=True, tensor_sizes=sizes)
@@ -90,7 +90,7 @@ def test_what_transformers_computes_is_divided_as_the_engine_found_it_can_be(
     assert said in str(problem)
 
 
-def test_what_transformers_computes_runs_on_as_many_ranks_as_the_engine_says(published: Published) -> None:
+def test_transformers_models_accept_reported_tensor_sizes(published: Published) -> None:
     facts = replace(published("Llama-3.1-8B"), is_by_transformers=True, tensor_sizes=(1, 2, 4), intermediate_size=0)
     assert facts_problems(Parallelism(tensor=4, data=2), facts) == ()
 
@@ -120,9 +120,7 @@ def test_degrees_beyond_any_cluster_are_refused_as_quickly_as_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_a_replica_that_is_accepted_fills_its_pods_with_whole_engines_or_one_engine(
-    a_spec: Callable[..., Spec], seed: int
-) -> None:
+def test_valid_replicas_fill_pods_with_whole_engines(a_spec: Callable[..., Spec], seed: int) -> None:
     """Brute force: deal the ranks out to pods, one after the other."""
     random = Random(seed)
     tensor, pipeline, data = (random.choice([1, 2, 3, 4]) for _ in range(3))

@@ -23,7 +23,7 @@ from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.rules import facts_problems
-from trimtab_operator.layout.stages import least_weights_bytes, stages_of
+from trimtab_operator.layout.stages import min_weights_bytes, stages_of
 from trimtab_operator.resource.spec import Parallelism
 
 Published = Callable[[str], ModelFacts]
@@ -82,10 +82,10 @@ def test_no_layout_has_less_than_its_least(a_random_case: RandomCase, seed: int)
     config, layout = a_layout_that_works(a_random_case, seed)
     facts, parallelism = facts_of_config(config, "m"), Parallelism(**layout)
     fullest = max(stage.weights_bytes for stage in stages_of(facts, parallelism))
-    assert least_weights_bytes(facts, parallelism) <= fullest
+    assert min_weights_bytes(facts, parallelism) <= fullest
 
 
-def test_one_rank_holds_everything(published: Published) -> None:
+def test_single_rank_holds_all_weights(published: Published) -> None:
     facts = published("Qwen3-235B-A22B")
     assert stages_of(facts, Parallelism())[0].weights_bytes == facts.weights_bytes
 
@@ -100,9 +100,7 @@ def test_kv_projections_are_repeated_when_there_are_more_ranks_than_kv_heads(pub
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("name", ["GraniteForCausalLM", "Cohere2ForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"])
-def test_of_what_transformers_computes_a_stage_is_what_the_engine_s_first_rank_holds(
-    name: str, tensor: int, tmp_path: Path
-) -> None:
+def test_transformers_stage_matches_engine_first_rank(name: str, tensor: int, tmp_path: Path) -> None:
     """Two KV heads, one or half of one of which a rank has; a plan that divides projections and gathers them; weights
     that are tied; experts, which are divided as an MLP is."""
     model_class = getattr(transformers, name)

@@ -22,7 +22,7 @@ from trimtab_operator.layout.check import check_layout
 from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.gpus import GIB, gpu_named
 from trimtab_operator.layout.rules import facts_problems
-from trimtab_operator.layout.stored_weights import FP8_BYTES, as_run
+from trimtab_operator.layout.stored_weights import FP8_BYTES, as_loaded
 from trimtab_operator.resource.spec import Parallelism, Spec
 
 Published = Callable[[str], ModelFacts]
@@ -39,11 +39,11 @@ def test_the_blocks_are_the_engines() -> None:
 
 def test_quantising_halves_the_projections_where_the_gpu_multiplies_fp8(published: Published) -> None:
     facts = published("Llama-3.1-70B")
-    narrow = as_run(facts, H200, "fp8")
+    narrow = as_loaded(facts, H200, "fp8")
     assert narrow.weights_bytes / GIB == pytest.approx(67.7, abs=0.1)  # 68.45e9 projections, 2.1e9 embeddings in bf16
     assert narrow.weights.embedding == facts.weights.embedding
-    assert as_run(facts, A100, "fp8") == facts
-    assert as_run(facts, H200, None) == facts
+    assert as_loaded(facts, A100, "fp8") == facts
+    assert as_loaded(facts, H200, None) == facts
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -53,14 +53,14 @@ def test_experts_become_fp8_here_where_the_engine_makes_them_so(case: dict[str, 
     becomes_small = num_quantizable({name: held for name, held in tensors.items() if held.part == "experts"}) > 0
     facts = facts_of_config(config, "m")
     factor = FP8_BYTES / DTYPE_BYTES[facts.dtype] if becomes_small else 1
-    assert as_run(facts, H200, "fp8").weights.experts == round(facts.weights.experts * factor)
+    assert as_loaded(facts, H200, "fp8").weights.experts == round(facts.weights.experts * factor)
 
 
 def test_stored_fp8_is_widened_where_the_gpu_has_none(configs: Configs) -> None:
     plain = facts_of_config(configs["Llama-3.1-70B"], "m")
     stored = facts_of_config(configs["Llama-3.1-70B"] | {"quantization_config": FP8}, "m")
-    assert as_run(stored, H200) == stored
-    assert as_run(stored, A100).weights_bytes == pytest.approx(plain.weights_bytes, rel=1e-6)
+    assert as_loaded(stored, H200) == stored
+    assert as_loaded(stored, A100).weights_bytes == pytest.approx(plain.weights_bytes, rel=1e-6)
 
 
 @pytest.mark.parametrize("scheme", [{"quant_method": "awq"}, {"quant_method": "gptq", "bits": 4, "group_size": -1}])
@@ -69,11 +69,11 @@ def test_integers_of_4_bits_are_widened_on_every_gpu(configs: Configs, scheme: d
     stored = facts_of_config(configs["Llama-3.1-70B"] | {"quantization_config": scheme}, "m")
     assert stored.weights_bytes < 0.3 * plain.weights_bytes
     for gpu in (A100, H200):
-        held = as_run(stored, gpu)
+        held = as_loaded(stored, gpu)
         assert held.quantization is None
         assert held.weights_bytes == pytest.approx(plain.weights_bytes, rel=1e-6)
-    assert as_run(stored, H200, "fp8").weights_bytes == pytest.approx(
-        as_run(plain, H200, "fp8").weights_bytes, rel=1e-6
+    assert as_loaded(stored, H200, "fp8").weights_bytes == pytest.approx(
+        as_loaded(plain, H200, "fp8").weights_bytes, rel=1e-6
     )
 
 
@@ -95,8 +95,8 @@ def test_weights_with_scales_are_counted_as_stored_and_widened_on_every_gpu(conf
     assert (stored.weights.attention, stored.weights.lm_head) == (plain.weights.attention, plain.weights.lm_head)
     assert stored.weights_at_dtype == plain.weights
     for gpu in (A100, H200):
-        assert as_run(stored, gpu) == plain
-    assert as_run(stored, H200, "fp8") == as_run(plain, H200, "fp8")
+        assert as_loaded(stored, gpu) == plain
+    assert as_loaded(stored, H200, "fp8") == as_loaded(plain, H200, "fp8")
 
 
 def test_gpt_oss_is_planned_as_it_is_published(configs: Configs) -> None:
@@ -110,7 +110,7 @@ def test_gpt_oss_is_planned_as_it_is_published(configs: Configs) -> None:
     stored = facts_of_config(config | {"quantization_config": {"quant_method": "mxfp4"}}, "m")
     assert stored.supported
     assert stored.weights_bytes == pytest.approx(13.76e9, rel=1e-3)
-    assert as_run(stored, H200) == plain
+    assert as_loaded(stored, H200) == plain
     parsed = ModelFacts.parse(stored.to_json())
     assert parsed == stored
 
@@ -125,7 +125,7 @@ def test_a_model_that_is_too_large_may_fit_when_it_is_quantised(
     assert (not refusals) == works, list(map(str, refusals))
 
 
-def test_slices_of_experts_that_cut_blocks_are_refused_and_whole_experts_are_not(configs: Configs) -> None:
+def test_expert_slices_cutting_fp8_blocks_are_rejected(configs: Configs) -> None:
     """Qwen3-235B-A22B in fp8 over 8 tensor ranks: 1536 / 8 = 192."""
     facts = facts_of_config(configs["Qwen3-235B-A22B"] | {"quantization_config": FP8}, "m")
     (problem,) = facts_problems(Parallelism(tensor=8), facts)
@@ -156,9 +156,9 @@ def cuts_a_block(config: dict[str, Any], layout: Layout) -> bool:
 @pytest.mark.parametrize("seed", range(200))
 def test_a_block_is_cut_here_when_the_engine_would_cut_it(seed: int) -> None:
     random = Random(seed)
-    is_mixture, kv_heads = random.random() < 0.5, random.choice([1, 2, 4, 8])
+    is_moe, kv_heads = random.random() < 0.5, random.choice([1, 2, 4, 8])
     config: dict[str, Any] = {
-        "architectures": ["Qwen3MoeForCausalLM" if is_mixture else "LlamaForCausalLM"],
+        "architectures": ["Qwen3MoeForCausalLM" if is_moe else "LlamaForCausalLM"],
         "hidden_size": 256,
         "head_dim": random.choice([32, 64, 128]),
         "num_key_value_heads": kv_heads,
@@ -170,14 +170,14 @@ def test_a_block_is_cut_here_when_the_engine_would_cut_it(seed: int) -> None:
         "torch_dtype": "bfloat16",
         "quantization_config": FP8,
     }
-    if is_mixture:
+    if is_moe:
         width = random.choice([128, 256, 384, 768])
         config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": width}
         config |= {"mlp_only_layers": random.choice([[], [0]])}
     layout: dict[str, Any] = {
         "tensor": random.choice([1, 2, 4, 8]),
-        "data": random.choice([1, 2, 3]) if is_mixture else 1,
-        "expert": is_mixture and random.random() < 0.5,
+        "data": random.choice([1, 2, 3]) if is_moe else 1,
+        "expert": is_moe and random.random() < 0.5,
     }
     facts, parallelism = facts_of_config(config, "m"), Parallelism(**layout)
     problems = facts_problems(parallelism, facts)

@@ -11,7 +11,7 @@ from operator_builders import NOW, at
 from operator_cluster import TICK_SECONDS, TOKEN, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.planning.tuning import SIGNED_KIND
-from trimtab_operator.resource.signed_text import opened
+from trimtab_operator.resource.signed_text import verify
 from trimtab_operator.resource.spec import PAUSED
 from trimtab_operator.tuner.rules import replicas as rule
 from trimtab_operator.tuner.scaling import control_law
@@ -44,7 +44,7 @@ def a_cluster(least: int = 1, most: int = 6, *, mode: str = "Auto", **spec: Any)
 def cached_resource(cluster: FakeCluster) -> int | None:
     """Return the count that a restarted operator would use."""
     text = cluster.objects["ConfigMap", "m-tuning"]["data"][STATE_KEY]
-    body = opened(text, key=TOKEN, kind=SIGNED_KIND, former_key=None)
+    body = verify(text, key=TOKEN, kind=SIGNED_KIND, former_key=None)
     assert body is not None
     state = from_json(body)
     assert state is not None
@@ -278,6 +278,6 @@ def test_forecast_state_is_reported_and_kept_while_enabled() -> None:
 def seasons(cluster: FakeCluster) -> Any:
     """Return the stored load profile."""
     text = cluster.objects["ConfigMap", "m-tuning"]["data"][STATE_KEY]
-    body = opened(text, key=TOKEN, kind=SIGNED_KIND, former_key=None)
+    body = verify(text, key=TOKEN, kind=SIGNED_KIND, former_key=None)
     assert body is not None
     return json.loads(body)["forecast"]

@@ -30,7 +30,7 @@ def test_nonsense_is_no_quantity(text: str) -> None:
         parse_quantity(text)
 
 
-def test_one_quantity_may_be_written_twice() -> None:
+def test_is_same_quantity_ignores_spelling() -> None:
     assert is_same_quantity("1000m", "1")
     assert not is_same_quantity("1000m", "2")
     assert not is_same_quantity("x", "x")

@@ -20,7 +20,7 @@ from trimtab_operator.resource.spec import InferenceDeployment, Spec
         ({"engine": {"gpuMemoryUtilization": 0.5}}, "YAML reads it as a number; write '0.5' in quotes"),
     ],
 )
-def test_what_yaml_made_of_a_text_without_quotes_is_told(spec: dict[str, Any], told: str) -> None:
+def test_unquoted_yaml_values_have_a_hint(spec: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError) as error:
         Spec.model_validate({"model": {"uri": "file:///models/x"}, **spec})
     assert told in "; ".join(f"{field}: {message}" for field, message in schema_errors(error.value, Spec))
@@ -31,14 +31,14 @@ def test_what_yaml_made_of_a_text_without_quotes_is_told(spec: dict[str, Any], t
     [
         (
             {"model": "Qwen/Qwen3-8B"},
-            "spec.model: Input should be an object: its fields stand below it: uri, revision,",
+            "spec.model: Input should be an object: write an object with the fields uri, revision,",
         ),
-        ({"objectives": {"ttft": "500ms"}}, "its fields stand below it: percentile, target"),
-        ({"tuning": "Auto"}, "its fields stand below it: mode,"),
+        ({"objectives": {"ttft": "500ms"}}, "write an object with the fields percentile, target"),
+        ({"tuning": "Auto"}, "write an object with the fields mode,"),
         ({"replicas": "2"}, "spec.replicas: Input should be a valid integer: write 2 without quotes"),
-        ({"engine": {"maxModelLen": "8k"}}, "a valid integer: '8k' is a text: write a whole number"),
+        ({"engine": {"maxModelLen": "8k"}}, "a valid integer: '8k' is a string; write an integer"),
         ({"runtime": {"args": "--seed 1"}}, "a valid array: write a list: ['--seed', '1']"),
-        ({"tuning": {"bounds": {"maxNumSeqs": [1, 2]}}}, "its fields stand below it: min, max"),
+        ({"tuning": {"bounds": {"maxNumSeqs": [1, 2]}}}, "write an object with the fields min, max"),
     ],
 )
 def test_a_value_of_another_kind_is_told_what_belongs_there(spec: dict[str, Any], told: str) -> None:
@@ -64,9 +64,9 @@ def test_each_finding_is_a_line_of_its_own_whatever_it_says() -> None:
         ({"nodeSelector": {}}, "did you mean spec.template.spec.nodeSelector?"),
         ({"engine": {"gpuMemoryUtilisation": "0.5"}}, "did you mean gpuMemoryUtilization?"),
         ({"engine": {"gpu_memory_utilization": "0.5"}}, "did you mean gpuMemoryUtilization?"),
-        ({"maxNumSeqs": 8}, "spec.maxNumSeqs: there is no such field: did you mean spec.engine.maxNumSeqs?"),
+        ({"maxNumSeqs": 8}, "spec.maxNumSeqs: unknown field: did you mean spec.engine.maxNumSeqs?"),
         ({"engine": {"replicas": 2}}, "did you mean spec.replicas?"),
-        ({"colour": "red"}, "spec.colour: there is no such field: `kubectl explain infd.spec --recursive` lists them"),
+        ({"colour": "red"}, "spec.colour: unknown field: `kubectl explain infd.spec --recursive` lists all fields"),
     ],
 )
 def test_a_misspelt_or_misplaced_field_is_told_what_it_was_meant_to_be(spec: dict[str, Any], told: str) -> None:

@@ -44,7 +44,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("metadata.name", "1st", "metadata.name", "begin with a lower-case letter"),
     ("metadata.name", "a.b", "metadata.name", "dots"),
     ("spec.scaling", {"minReplicas": 4, "maxReplicas": 3}, "spec.scaling.minReplicas", "is 4, above maxReplicas 3"),
-    ("spec.scaling", {"minReplicas": 0, "maxReplicas": 3}, "spec.scaling.minReplicas", "nothing is measured"),
+    ("spec.scaling", {"minReplicas": 0, "maxReplicas": 3}, "spec.scaling.minReplicas", "has no metrics to scale up by"),
     ("spec.scaling", {"minReplicas": 1}, "spec.scaling.maxReplicas", "required"),
     (
         "spec.scaling",
@@ -75,7 +75,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
         "spec.objectives.ttft.perPromptToken",
         "write a duration such as 125us",
     ),
-    ("spec.tuning.bounds.watermark", {"min": "0.1"}, "spec.tuning.bounds.watermark.min", "no such field"),
+    ("spec.tuning.bounds.watermark", {"min": "0.1"}, "spec.tuning.bounds.watermark.min", "unknown field"),
     ("spec.model.uri", "hf://model", "spec.model.uri", "is not a model repository; use hf://ORG/NAME"),
     (
         "spec.model.uri",
@@ -275,8 +275,8 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("spec.template.spec.volumes", [{"name": "shm", "emptyDir": {}}], "spec.template.spec.volumes[0].name", "another"),
     ("spec.template.spec.securityContext", {"runAsUser": 0}, "spec.template.spec.securityContext.runAsUser", "root"),
     ("spec.template.metadata.labels", {"trimtab.dev/role": "x"}, "spec.template.metadata.labels", "another name"),
-    ("spec.nonsense", 1, "spec.nonsense", "no such field"),
-    ("spec.engine.max_num_seqs", 4, "spec.engine.max_num_seqs", "no such field"),
+    ("spec.nonsense", 1, "spec.nonsense", "unknown field"),
+    ("spec.engine.max_num_seqs", 4, "spec.engine.max_num_seqs", "unknown field"),
     ("metadata.name", "Upper", "metadata.name", "letter"),
     ("metadata.name", "a_b", "metadata.name", "lower-case"),
     ("spec.model.uri", "file:///", "spec.model.uri", "no absolute path"),

@@ -1,4 +1,4 @@
-"""The forms that texts of a spec have: the expressions that the schema holds, and what to write where one is missed."""
+"""Regular expressions of strings in the spec, with examples for error messages."""
 
 from __future__ import annotations
 
@@ -24,4 +24,4 @@ EXAMPLES = {
     FINE_DURATION: "a duration such as 125us or 2ms",
     FRACTION: 'a share from 0 to 1 with at most four digits, such as "0.9"',
 }
-"""By the expression that a text does not match, what to write."""
+"""Description of a valid string by regular expression."""

@@ -1,4 +1,4 @@
-"""What a pod has for a model that it finds in a volume: on a claim, or in an image that the node pulls."""
+"""Volume and mount of a model on a PersistentVolumeClaim or in an image volume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MODEL_VOLUME, MODEL_MOUNT = "model", "/models/claim"
 
 
 def mounted_path(spec: Spec) -> str | None:
-    """Where in the pod a model of a volume is; None: it is in none."""
+    """Return the path of the model in the pod; None if it is not in a volume."""
     folder = _folder(spec)
     if folder is None:
         return None
@@ -18,12 +18,12 @@ def mounted_path(spec: Spec) -> str | None:
 
 
 def model_claim(spec: Spec) -> str | None:
-    """The PersistentVolumeClaim of a pvc:// model; None for others."""
+    """Return the PersistentVolumeClaim of a pvc:// model; None for others."""
     return spec.model.parts[0].split("/", 1)[0] if spec.model.scheme is Scheme.CLAIM else None
 
 
 def model_volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The volume with the model, and its mount: nobody writes there."""
+    """Return the volume with the model and its read-only mount."""
     claim = model_claim(spec)
     if claim is not None:
         source: dict[str, Any] = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
@@ -37,7 +37,7 @@ def model_volumes(spec: Spec) -> tuple[list[dict[str, Any]], list[dict[str, Any]
 
 
 def _folder(spec: Spec) -> str | None:
-    """The model's folder in its volume; None where it is in none."""
+    """Return the model's folder in its volume; None if it is not in a volume."""
     if spec.model.scheme is Scheme.CLAIM:
         return spec.model.parts[0].partition("/")[2].strip("/")
     if spec.model.is_in_image_volume and spec.model.oci is not None:
