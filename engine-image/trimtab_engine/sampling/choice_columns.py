@@ -1,7 +1,7 @@
-"""What random choices of a step depend on, in columns that stay on the device while the step's requests stay the same.
+"""Inputs of a step's random choices, in columns that stay on the device while the step's requests stay the same.
 
-Only the seeds are new at each step. A seeded request draws from crc32("SEED POSITION"), which is affine over the bits:
-what the part before the position adds depends on how many digits follow, and no further on which.
+Only the seeds change in each step. A seeded request draws from crc32("SEED POSITION"), which is affine over the bits:
+the contribution of the part before the position depends only on the number of digits that follow.
 
     crc32(digits, before) = crc32(digits) ^ crc32(zeros, before) ^ crc32(zeros)      zeros: as many bytes as digits
 """
@@ -39,7 +39,7 @@ NAMES = ("temperature", "top_p", "min_p", "top_k")
 
 
 class Chooser(Protocol):
-    """What greedy or random choice depends on, beside the logits."""
+    """Inputs of greedy or random choice, in addition to the logits."""
 
     @property
     def sampling(self) -> Sampling: ...
@@ -59,7 +59,8 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class PlainRows:
     """Rows of plain requests: each token is chosen from the model's own logits. `ends` [rows] int64: at which position
-    of its request the token will be."""
+    of its request the token will be.
+    """
 
     requests: list[Request]
     ends: Array
@@ -70,7 +71,7 @@ class PlainRows:
 
 
 def kept_by_top_k(p: Sampling, vocab_size: int) -> int:
-    """How many of the most likely tokens it keeps, in numbers that fit a device's int32."""
+    """Return top_k, limited to a device's int32."""
     return min(p.top_k or vocab_size, vocab_size)
 
 
@@ -89,7 +90,8 @@ def _before_digits(hashed: int) -> list[int]:
 @lru_cache
 def digit_hashes(num_digits: int) -> Array:
     """crc32 of each number below 10^num_digits, as it is written: [10^num_digits] uint32. A number's follows from that
-    of the number without its last digit."""
+    of the number without its last digit.
+    """
     table = np.array([zlib.crc32(bytes([byte]), ALL_ONES) ^ ALL_ONES for byte in range(256)], np.uint32)
     hashes = np.array([zlib.crc32(b"%d" % number) for number in range(10)], np.uint32)
     for _ in range(1, num_digits):
@@ -102,7 +104,7 @@ def digit_hashes(num_digits: int) -> Array:
 
 @dataclass(slots=True)
 class _OfDigits:
-    """What follows from how many digits the rows' positions have: kept, as few steps bring any of them another one."""
+    """Constants that depend on the number of digits of the rows' positions: cached, since few steps change it."""
 
     digits: bytes = b""
     hashes: Array = field(default_factory=lambda: digit_hashes(1))
@@ -111,14 +113,15 @@ class _OfDigits:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceColumns:
-    """[rows] each; those that kernels take are on the device."""
+    """Columns [rows] each; those used by kernels are on the device."""
 
     num_prompt_tokens: Array
     num_seeded: int
     is_seeded: torch.Tensor
     """On the host."""
     before: Array
-    """[rows, MOST_DIGITS] uint32: what a request's seed adds to the hash of a position of so many digits."""
+    """[rows, MOST_DIGITS] uint32: contribution of a request's seed to the hash, by the number of digits of the
+    position."""
     rows: Array
     """Their numbers."""
     temperature: torch.Tensor

@@ -1,6 +1,5 @@
-"""Tokens of a whole step, chosen on the device without waiting for it: what the sampler does, where what it needs of
-the tokens before is counted on the device too. What grammars allow is the host's to say: their masks are on the logits
-already.
+"""Samples tokens of a whole step on the device without synchronisation: the same operations as the sampler, with token
+counts kept on the device too. The host has already applied grammar masks to the logits.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ MOST_PARAMETERS = 4  # times max_num_seqs: how many requests' are kept
 
 @dataclass(frozen=True, slots=True)
 class ReportsInFlight:
-    """Log-probabilities of some rows, on their way to the host. `wanted`: how many likely tokens beside each."""
+    """Log-probabilities of some rows, being copied to the host. `wanted`: number of top tokens for each."""
 
     rows: list[int]
     wanted: list[int]
@@ -41,23 +40,23 @@ class ReportsInFlight:
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """One token per row, on the device, and what is reported of them."""
+    """One token per row, on the device, and its reports."""
 
     token_ids: torch.Tensor
     """[rows] int64."""
     best: torch.Tensor
-    """[rows] float32: what tells of rows that no token can be chosen from (sampling/failures.py)."""
+    """[rows] float32: marks rows without a valid token (sampling/failures.py)."""
     reports: list[ReportsInFlight]
 
 
 def likeliest(logits: torch.Tensor) -> ChosenTokens:
-    """What plain greedy requests get."""
+    """Result for plain greedy requests."""
     return ChosenTokens(*argmax(logits), [])
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What is done to the logits of the step's row `index` before its token is chosen."""
+    """Edits of the logits in the step's row `index` before sampling."""
 
     row: DeviceRow
     index: int
@@ -79,7 +78,7 @@ class DeviceSampler:
         too many."""
         self._max_parameters = MOST_PARAMETERS * max_num_seqs
         self._columns: tuple[list[Request], ChoiceColumns | None] = ([], None)
-        """Of the requests that chose last."""
+        """Of the requests of the last call."""
 
     @property
     def num_bytes(self) -> int:
@@ -87,11 +86,11 @@ class DeviceSampler:
         return self._table.words.nbytes
 
     def can_sample(self, requests: Sequence[Request]) -> bool:
-        """Whether these can be the rows of one step here."""
+        """Return True if these requests can be rows of one step here."""
         return self._table.has_room_for([request for request in requests if not request.is_plain])
 
     def warm_up(self, last_tokens: torch.Tensor, dtype: torch.dtype) -> None:
-        """Compile what edits logits, and what chooses among those of a model of this dtype, edited or not."""
+        """Compile the kernels that edit logits, and the samplers for a model of this dtype, edited or not."""
         logits = torch.zeros(1, self._vocab_size, device=self._device)
         for own in (logits, logits.to(dtype)):
             argmax(own)
@@ -107,7 +106,8 @@ class DeviceSampler:
         self, logits: torch.Tensor, rows: Sequence[DeviceRow] | PlainRows, last_tokens: torch.Tensor
     ) -> ChosenTokens:
         """logits [rows, vocab_size], which may be changed in place; last_tokens: those chosen last, where the rows'
-        sources point."""
+        sources point.
+        """
         if isinstance(rows, PlainRows):
             chosen = self._choose_plain(logits, rows)
             return ChosenTokens(chosen, best_logits(logits, chosen), [])
@@ -128,7 +128,7 @@ class DeviceSampler:
         )
 
     def _edits(self, rows: Sequence[DeviceRow]) -> list[Edit]:
-        """In the order of the rows, for those that ask for any."""
+        """In row order, for rows that request any."""
         lent = self._table.lend(rows)
         edits = []
         for index, row in enumerate(rows):
@@ -180,7 +180,7 @@ class DeviceSampler:
         return choose_limited(logits, rows.choices())
 
     def _columns_of(self, requests: list[Request]) -> ChoiceColumns:
-        """What the choices of these requests depend on, made anew when they are not those who chose last."""
+        """Return the sampling inputs of these requests, rebuilt only if the requests changed since the last call."""
         before, columns = self._columns
         if columns is None or before != requests:
             num_prompt_tokens = [request.num_prompt_tokens for request in requests]
@@ -189,7 +189,7 @@ class DeviceSampler:
         return columns
 
     def _parameters_of(self, requests: Sequence[Request]) -> list[bytes]:
-        """What was made at a request's first choice here, and kept."""
+        """Return the values computed at a request's first call, cached."""
         known = self._parameters
         for request in requests:
             if request not in known:
@@ -200,7 +200,7 @@ class DeviceSampler:
         return parameters
 
     def _edit(self, logits: torch.Tensor, first: int, edits: list[Edit], last_tokens: torch.Tensor) -> None:
-        """Two launches at most, whatever the requests ask for."""
+        """Sample in at most two launches, for any parameters."""
         if not edits:
             return
         bans = [
@@ -222,7 +222,7 @@ class DeviceSampler:
             edit_logits(logits, self._table.words, edited, biases, counts, *weights)
 
     def _count(self, chosen: torch.Tensor, first: int, edits: list[Edit]) -> None:
-        """The chosen tokens of those that count theirs."""
+        """Count the chosen tokens of requests with counts."""
         counting = [
             (edit.index - first, edit.places.counts, edit.places)
             for edit in edits
@@ -235,7 +235,7 @@ class DeviceSampler:
 
 
 def _condition(row: DeviceRow, needed: int | None) -> tuple[int, int]:
-    """Where the newest token is, and what it must be; NONE where nothing is asked."""
+    """Index and required value of the newest token; NONE if there is no condition."""
     if needed is None:
         return NONE, 0
     assert row.source is not None  # it is not known

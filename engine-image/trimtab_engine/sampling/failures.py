@@ -1,6 +1,6 @@
-"""Rows of logits that no token can be chosen from: their requests end, the others of the batch do not notice.
+"""Detection of logit rows without a valid token: their requests end, other requests of the batch are unaffected.
 
-The largest logit of such a row tells: it is no number, or it is -inf, as every token is forbidden.
+The largest logit of such a row is NaN, or -inf if every token is forbidden.
 """
 
 from enum import StrEnum
@@ -9,9 +9,9 @@ import torch
 
 
 class Failure(StrEnum):
-    """Why a row has no token. The values are a metric's labels."""
+    """Reason why a row has no token. The values are a metric's labels."""
 
-    NAN = "nan"  # the model computed what is no number: the engine's fault
+    NAN = "nan"  # the model computed NaN: an engine error
     NOTHING_LEFT = (
         "nothing_left"  # grammar, allowed_token_ids, bad_words and min_tokens forbid every token: the client's
     )

@@ -1,7 +1,7 @@
-"""Tokens that a request may not choose just now: those that would end it below min_tokens, and those that would
-complete one of its bad_words. Pure.
+"""Tokens that a request may not choose in this step: end tokens below min_tokens, and tokens that would complete one of
+its bad_words. Pure.
 
-The newest token may be known to the device alone: then a ban may ask which token that is.
+If only the device knows the newest token, a ban can be conditional on it.
 """
 
 from collections.abc import Iterator
@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from trimtab_engine.sampling.rows import SampledRow
 
 Ban = tuple[int, int | None]
-"""(token, what the newest token must be for it; None: whatever that is)."""
+"""(token, required newest token; None for an unconditional ban)."""
 
 
 def bans_of(
     request: SampledRow, *, eos_token_ids: tuple[int, ...], vocab_size: int, has_unknown_token: bool = False
 ) -> Iterator[Ban]:
-    """For the choice behind its newest token. `has_unknown_token`: there is one more than the request's own."""
+    """Return the bans for the token after the newest one. `has_unknown_token`: the request has one more token, known to
+    the device only.
+    """
     p = request.sampling
     if request.num_output_tokens + has_unknown_token < p.min_tokens:
         for token in (*p.stop_token_ids, *(() if p.ignore_eos else eos_token_ids)):

@@ -1,4 +1,4 @@
-"""Reports of chosen tokens: their log-probabilities, their ranks and the most likely tokens beside them.
+"""Log-probability reports of chosen tokens: their log-probabilities, ranks and the top tokens.
 
 They are made where the logits are, as one tensor, and become plain values on the host, perhaps later.
 """
@@ -28,8 +28,9 @@ def judge_rows(raw: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tens
 
 
 def reports_of(judged: torch.Tensor, chosen: Sequence[int], wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
-    """What judge_rows found, on the host: the chosen token first, then the `wanted` most likely ones, per row; None
-    where nothing is wanted."""
+    """Return judge_rows' results on the host: per row the chosen token first, then the `wanted` top tokens; None if
+    none are wanted.
+    """
     half = judged.shape[1] // 2
     values, ids = judged[:, :half].view(torch.float32).tolist(), judged[:, half:].tolist()
     return [
@@ -44,7 +45,7 @@ class ScoresInFlight:
 
     arrived: Mark
     parts: list[tuple[torch.Tensor, list[int], list[int]]] = field(default_factory=list)
-    """(judged, token ids, how many likely tokens beside each)."""
+    """(judged, token ids, number of top tokens for each)."""
 
     def add(self, raw: torch.Tensor, chosen: torch.Tensor, token_ids: list[int], wanted: list[int]) -> None:
         """raw [rows, vocab_size] and chosen [rows], which are token_ids, on the device."""
@@ -65,5 +66,7 @@ def report_rows(raw: torch.Tensor, chosen: torch.Tensor, wanted: Sequence[int | 
 
 
 def report_logprobs(raw: torch.Tensor, chosen: torch.Tensor, wanted: int) -> list[TokenLogprobs]:
-    """For rows of one request that wants `wanted` logprobs; raw [rows, vocab_size] are the unmodified ones."""
+    """Return the reports of one request's rows with `wanted` logprobs; raw [rows, vocab_size] are the unmodified
+    logits.
+    """
     return [entry for entry in report_rows(raw, chosen, [wanted] * len(chosen)) if entry is not None]

@@ -1,4 +1,4 @@
-"""From hidden states behind the last norm to one vector per prompt: summed where they are, finished on the host.
+"""Pooling of hidden states after the last norm to one vector per prompt: summed on the device, finished on the host.
 
 ```
 device   rows of the step's hidden states ──> one row per sequence that pools: the last token's, or the sum of a chunk's
@@ -19,21 +19,22 @@ from trimtab_engine.scheduling.request import Request
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 TokensOfRequest = tuple[Request, int, int]
-"""(request, position, how many): tokens whose hidden states a step has summed, from that position on."""
-LEAST_LENGTH = 1e-12  # what a vector of zeros is divided by, as torch's normalize has it
+"""(request, position, count): tokens whose hidden states a step has summed, starting at that position."""
+LEAST_LENGTH = 1e-12  # minimum divisor of a vector's norm, as in torch's normalize
 
 
 @dataclass(frozen=True, slots=True)
 class PooledInFlight:
-    """A row for each sequence of tokens that a step pools, on its way to the host. `places`: which row of `rows`
-    [sequences, hidden_size] float32 is whose."""
+    """One row per pooled sequence, being copied to the host. `places`: request of each row of `rows` [sequences,
+    hidden_size] float32.
+    """
 
     rows: torch.Tensor
     places: Sequence[int]
     arrived: Mark
 
     def result(self) -> Array:
-        """Wait for them: [sequences, hidden_size] float32, in the order in which they were asked for."""
+        """Wait for the rows: [sequences, hidden_size] float32, in request order."""
         self.arrived.wait()
         rows: Array = self.rows.numpy()
         return rows[list(self.places)]
@@ -44,8 +45,9 @@ def pool(
     pooled: Sequence[tuple[int, int]],
     normalised: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> PooledInFlight:
-    """Begin to sum up, and to bring to the host, rows [first, first + count) of hidden [rows, hidden_size] for each of
-    `pooled`. `normalised`: what the last norm makes of some rows of it. Nothing is waited for."""
+    """Start to sum rows [first, first + count) of hidden [rows, hidden_size] for each of `pooled`, and to copy the sums
+    to the host, without waiting. `normalised`: applies the last norm to some rows.
+    """
     alone = [place for place, (_, count) in enumerate(pooled) if count == 1]
     chunks = [place for place, (_, count) in enumerate(pooled) if count > 1]
     parts: list[torch.Tensor] = []
@@ -63,13 +65,14 @@ def pool(
 
 
 def is_number(row: Array) -> bool:
-    """Whether all of it are numbers."""
+    """Return True if the vector has no NaN or infinity."""
     return bool(np.isfinite(row).all())
 
 
 def add_up(tokens: TokensOfRequest, row: Array) -> None:
-    """Keep the sum of a request's hidden states, now with those of `tokens`, which steps bring in their order. What is
-    computed again from the beginning counts from there."""
+    """Add the sum of the hidden states of `tokens`, which arrive in order. A recomputation from the beginning restarts
+    the sum.
+    """
     request, position, count = tokens
     assert request.pooling is not None
     if request.pooling.needs_all_tokens and position:
@@ -81,7 +84,7 @@ def add_up(tokens: TokensOfRequest, row: Array) -> None:
 
 
 def finished(hidden_sum: bytes, num_tokens: int, pooling: Pooling) -> bytes:
-    """The vector, float32 in the order of x86 and Arm (little endian), of the sum of so many hidden states."""
+    """Return the vector, little-endian float32, of the sum of this number of hidden states."""
     vector = np.frombuffer(hidden_sum, np.float32).astype(np.float64) / num_tokens
     if pooling.dimensions is not None:
         vector = vector[: pooling.dimensions]

@@ -1,5 +1,6 @@
-"""A request as it would stand if some of its drafts were accepted: what the sampler needs to judge the row behind
-them. Penalties, min_tokens and seeds then count the drafts as if they were output."""
+"""View of a request with some of its drafts accepted: the sampler's input for the row after them. Penalties, min_tokens
+and seeds then count the drafts as output.
+"""
 
 from dataclasses import dataclass
 
@@ -33,4 +34,4 @@ class DraftedRequest:
 
 
 SampledRow = Request | DraftedRequest
-"""Whose next token a row of logits is for."""
+"""Request whose next token a row of logits is for."""

@@ -1,12 +1,11 @@
-"""Logits to token ids, for a whole batch at once. It reads each request's parameters and tokens, never its state.
+"""Sampling of token ids from logits for a whole batch. Reads each request's parameters and tokens, never its state.
 
-Order, as in vLLM V1: grammar masks → log-probabilities of these logits (when asked for) → allowed_token_ids → bad_words
+Order, as in vLLM V1: grammar masks → log-probabilities of these logits (if requested) → allowed_token_ids → bad_words
 → min_tokens → logit_bias → penalties → greedy choice, or temperature → min-p → top-k and top-p → random choice. A
 seeded request draws from a generator of (seed, number of output tokens), so its tokens depend neither on the rest of
 the batch nor on preemptions nor on speculation.
 
-A row of logits belongs to a request, or to a request with some of its drafts taken for output (speculative/), whose
-next token is judged as if they were.
+A row of logits belongs to a request, or to a request with some of its drafts counted as output (speculative/).
 """
 
 import zlib
@@ -37,24 +36,24 @@ SMALLEST_EXPONENTIAL = 1e-20  # keeps the division in exponential sampling finit
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per row of the logits; logprobs where the request asks for them."""
+    """One token per row of logits; logprobs if requested."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     failed: dict[int, Failure] = field(default_factory=dict)
-    """Rows that no token could be chosen from. What stands for them in token_ids means nothing."""
+    """Rows without a valid token. Their values in token_ids are undefined."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """What grammars allow: bitmask [num_masked, num_words] int32 (token t: bit t % 32 of word t // 32), for `rows`."""
+    """Grammar masks: bitmask [num_masked, num_words] int32 (token t: bit t % 32 of word t // 32), for `rows`."""
 
     bitmask: torch.Tensor
     rows: list[int]
 
 
 def apply_masks(logits: torch.Tensor, masks: TokenMasks) -> None:
-    """Before anything else is done with the logits: -inf in place, for what a grammar does not allow."""
+    """Set logits of tokens that a grammar forbids to -inf in place, before any other processing."""
     rows = torch.tensor(masks.rows, dtype=torch.int64)
     apply_token_bitmask(logits, send(masks.bitmask, logits.device), send(rows, logits.device))
 
@@ -84,7 +83,7 @@ def sample(
 
 
 def choose(logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()) -> list[int]:
-    """The tokens alone, as `sample` chooses them."""
+    """Return only the tokens that `sample` chooses."""
     token_ids: list[int] = []
     for first in range(0, len(requests), ROWS_AT_ONCE):
         part = slice(first, first + ROWS_AT_ONCE)
@@ -95,7 +94,7 @@ def choose(logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_id
 def target_probabilities(
     logits: torch.Tensor, requests: Sequence[SampledRow], *, eos_token_ids: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """What rows of random requests are drawn from, [rows, vocab_size] float64. Changes logits in place."""
+    """Return the distribution of random requests, [rows, vocab_size] float64. Changes logits in place."""
     _adjust(logits, requests, eos_token_ids)
     _limit(logits, requests)
     return logits.softmax(dim=-1, dtype=torch.float64)
@@ -116,7 +115,7 @@ def _is_plain_greedy(request: SampledRow) -> bool:
 
 
 def _is_adjusted(request: SampledRow) -> bool:
-    """Whether anything is done to its logits before the choice."""
+    """Return True if the request's logits are edited before the choice."""
     p = request.sampling
     return (
         has_penalties(p)
@@ -126,7 +125,7 @@ def _is_adjusted(request: SampledRow) -> bool:
 
 
 def has_penalties(p: Sampling) -> bool:
-    """Whether its logits depend on the tokens so far."""
+    """Return True if the request's logits depend on its previous tokens."""
     return p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
 
 
@@ -163,8 +162,9 @@ def choose_limited(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.T
 
 
 def best_logits(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[rows] float32: what tells whether the row has failed. On the CPU the largest logit, which is NaN where any is;
-    on a device, where the host must not wait and the whole row is NaN then, that of the chosen token."""
+    """Return [rows] float32 that marks failed rows: the largest logit on the CPU (NaN if any is NaN), or the chosen
+    token's logit on a device, where the host must not wait and the whole row is NaN then.
+    """
     return _logits_of(logits, chosen) if logits.is_cuda else logits.amax(dim=-1)
 
 
@@ -174,7 +174,7 @@ def _logits_of(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 def _adjust(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids: tuple[int, ...]) -> None:
-    """What changes the logits themselves, whether the choice is greedy or random."""
+    """Apply the edits of logits that precede both greedy and random choice."""
     _restrict(logits, requests)
     _ban(logits, requests, eos_token_ids)
     _add_biases(logits, requests)
@@ -254,14 +254,15 @@ def _draw_by_kernel(logits: torch.Tensor, requests: Sequence[Chooser]) -> torch.
 
 def draw_by_kernel(logits: torch.Tensor, columns: ChoiceColumns, num_output_tokens: Array) -> torch.Tensor:
     """The choice in one Triton kernel, greedy rows too, which sorts nothing and does not wait for the device. Numbers
-    differ from the CPU's; the distribution does not."""
+    differ from the CPU's; the distribution does not.
+    """
     seeds = columns.seeds_on(logits.device, num_output_tokens)
     token_ids, _ = sample_triton(logits, columns.temperature, columns.top_k, columns.top_p, columns.min_p, seeds)
     return token_ids
 
 
 def _limit(logits: torch.Tensor, requests: Sequence[Chooser]) -> None:
-    """Temperature, then min-p, top-k and top-p: what a random choice is left with, -inf elsewhere."""
+    """Apply temperature, then min-p, top-k and top-p: excluded tokens become -inf."""
     params = [request.sampling for request in requests]
     device = logits.device
     logits.div_(torch.tensor([p.temperature for p in params], device=device).unsqueeze(1))

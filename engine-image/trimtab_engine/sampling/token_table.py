@@ -1,9 +1,9 @@
-"""What requests ask of every token of the vocabulary, on the device: a row of biases, written when a request is first
-sampled there, and a row of counts, which each token that is chosen there moves on (trimtab_kernels/edit_logits.py).
+"""Per-vocabulary-token state of requests on the device: a row of biases, written when a request is first sampled there,
+and a row of counts, updated by each sampled token (trimtab_kernels/edit_logits.py).
 
-Rows are lent. A request keeps its own while it lives and no other needs them; one that lost them, or whose last tokens
-were chosen elsewhere, gets them written anew from its tokens. A request whose newest token is still on its way was in
-the step before, and has kept its rows since: so what is written anew is known.
+A request keeps its rows until it ends or another request needs them. If it has lost them, or its last tokens were
+sampled elsewhere, they are rewritten from its tokens. A request whose newest token is still in flight was in the
+previous step and has kept its rows, so all tokens are known whenever rows are rewritten.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,14 @@ TABLE_BYTES = 128 << 20
 MOST_ROWS = 2  # of one request: biases and counts
 ROW_MULTIPLE = 4  # tokens: rows start on 16 bytes
 IN_OUTPUT, IN_PROMPT = 2, 1
-"""What a token of the output, and being in the prompt at all, add to a count."""
+"""Increments of a count for an output token, and for presence in the prompt."""
 
 
 @dataclass(slots=True)
 class DeviceRow:
-    """A request whose next token is chosen on the device. `source`: where among the tokens chosen last its newest one
-    is, which the host does not know; None: it knows all."""
+    """A request whose next token is sampled on the device. `source`: index of its newest token among the last sampled
+    tokens, if the host does not know it yet; None if it does.
+    """
 
     request: Request
     source: int | None = None
@@ -60,7 +61,7 @@ class Places:
 
     @property
     def table_rows(self) -> tuple[int, int]:
-        """As kernels take them: biases, counts."""
+        """Kernel arguments: biases, counts."""
         return (
             NONE if self.biases is None else self.biases,
             NONE if self.counts is None else self.counts,
@@ -68,12 +69,12 @@ class Places:
 
 
 def has_biases(p: Sampling) -> bool:
-    """Whether the same is asked of its logits at every token."""
+    """Return True if the edits are the same at every token."""
     return bool(p.logit_bias or p.allowed_token_ids)
 
 
 class TokenTable:
-    """The rows, and who has them. `words` [rows, vocab_size or a little more] int32."""
+    """The rows and their owners. `words` [rows, vocab_size rounded up] int32."""
 
     def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
         width = -(-vocab_size // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -84,14 +85,14 @@ class TokenTable:
         self._two = torch.full((1,), IN_OUTPUT, dtype=torch.int32, device=device)
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
-        """Whether all of them can have their rows at once. Most steps are so few that there is no need to look."""
+        """Return True if all of them can have rows at once. Most steps are small enough to skip the check."""
         num_rows: int = self.words.shape[0]
         if MOST_ROWS * len(requests) <= num_rows:
             return True
         return sum(_num_rows(request.sampling) for request in requests) <= num_rows
 
     def lend(self, rows: Sequence[DeviceRow]) -> dict[Request, Places]:
-        """The places of those that need any, up to date when the device comes to what is begun next."""
+        """Return the row indices of requests that need one, up to date for the next launch."""
         asking = [row for row in rows if _num_rows(row.request.sampling)]
         if not asking:
             return {}
@@ -119,7 +120,7 @@ class TokenTable:
             own.num_counted += 1
 
     def _make_room(self, num_rows: int, asking: set[Request]) -> None:
-        """Take rows back: from requests that have ended, then from those that are not in this step."""
+        """Reclaim rows: from finished requests first, then from requests outside this step."""
         if len(self._free) >= num_rows:
             return
         rest = [request for request in self._lent if request not in asking]

@@ -22,7 +22,7 @@ def test_the_hashes_of_numbers_are_those_of_their_digits() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 9, 10, 12345])
-def test_a_seeded_request_draws_by_the_hash_of_its_seed_and_position_as_one_text(position: int) -> None:
+def test_seeded_draw_uses_hash_of_seed_and_position(position: int) -> None:
     seeds = [0, 7, -3, 1 << 60]
     packed = [packed_parameters(a_request(seed=seed).sampling, VOCABULARY) for seed in seeds]
     columns = ChoiceColumns.of(packed, [1] * len(seeds), CPU)

@@ -51,7 +51,7 @@ def test_a_word_that_the_token_in_flight_would_begin_is_not_completed() -> None:
     assert tokens == [6, 6, 7]
 
 
-def test_what_a_random_choice_depends_on_is_made_once_per_request() -> None:
+def test_sampling_inputs_are_built_once_per_request() -> None:
     sampler = DeviceSampler(VOCABULARY, (2,), max_num_seqs=2, device=torch.device("cpu"))
     requests = [a_request(temperature=0.7, seed=number) for number in range(20)]
     first = sampler._parameters_of(requests[:2])

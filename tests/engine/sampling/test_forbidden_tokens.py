@@ -56,7 +56,7 @@ def test_a_word_is_not_completed(word: tuple[int, ...], output: tuple[int, ...],
         ((4, 3, 7), (), []),  # it would need two tokens of output
     ],
 )
-def test_with_an_unknown_token_a_word_depends_on_it(
+def test_bad_word_ban_depends_on_unknown_token(
     word: tuple[int, ...], output: tuple[int, ...], expected: list[Ban]
 ) -> None:
     assert bans(output, is_unknown=True, bad_words=(word,)) == expected

@@ -14,7 +14,7 @@ def test_a_report_names_the_chosen_token_and_the_likeliest_ones() -> None:
     assert third is None
 
 
-def test_what_is_judged_on_a_device_is_read_later() -> None:
+def test_device_logprobs_are_read_later() -> None:
     judged = judge_rows(RAW, torch.tensor([2, 1]), 1)
     assert judged.shape == (2, 4)
     assert judged.dtype == torch.int32

@@ -54,7 +54,7 @@ def test_chunks_add_up_and_what_is_computed_again_counts_from_there() -> None:
     assert summed(request) == ([3.0], 9)
 
 
-def test_of_the_last_token_there_is_one_row_whatever_was_before() -> None:
+def test_last_token_pooling_has_one_row() -> None:
     request = a_request("last")
     add_up((request, 8, 1), rows(3.0, 4.0))
     add_up((request, 8, 1), rows(6.0, 8.0))
@@ -81,5 +81,5 @@ def test_zeros_have_no_length_and_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize(("value", "is_one"), [(1.0, True), (float("nan"), False), (float("inf"), False)])
-def test_what_is_no_number_is_seen(value: float, is_one: bool) -> None:
+def test_nan_is_detected(value: float, is_one: bool) -> None:
     assert is_number(rows(1.0, value)) is is_one

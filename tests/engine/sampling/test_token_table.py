@@ -1,5 +1,6 @@
 """The rows of counts and biases: written when they are lent, moved on by what is chosen, taken back from who needs them
-least."""
+least.
+"""
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_biases_add_up_and_forbid() -> None:
     assert biases_of(p, 4).tolist() == [0.0, 2.5, -inf, -inf]
 
 
-def test_who_asks_for_nothing_gets_no_rows(table: TokenTable) -> None:
+def test_plain_request_gets_no_rows(table: TokenTable) -> None:
     assert table.lend([DeviceRow(a_request(temperature=0.5, logprobs=1))]) == {}
 
 
