@@ -1,10 +1,10 @@
-"""Low-rank adapters beside the products of a step: rows of requests with an adapter get  up (down x)  more, as if the
-adapter were merged into the weight, which stays as it is however it is stored.
+"""Low-rank adapters applied per row of a step: rows of requests with an adapter get  up (down x)  added, as if the
+adapter were merged into the weight. The stored weight is unchanged, in any format.
 
-On the CPU rows are grouped by adapter once per step, and each slot has memory of its own. On CUDA kernels read each
-row's slot (trimtab_kernels/lora.py), and a projection's slots lie one behind the other, of one rank: so a graph holds
-the launches, whatever adapters its replays have. Of a projection that is divided among ranks the factor on the divided
-side is divided with it: `up` by rows where outputs are, `down` by columns where inputs are and the products are summed.
+On the CPU rows are grouped by adapter once per step, and each slot has its own memory. On CUDA kernels read each row's
+slot (trimtab_kernels/lora.py), and a projection's slots are contiguous and padded to one LoRA rank: a captured graph
+therefore works for any adapters. If a projection is divided over ranks, so is the factor on the divided side: `up` by
+rows for divided outputs, `down` by columns for divided inputs, whose results are summed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,15 +28,15 @@ Rows = slice | torch.Tensor
 
 
 class AdapterRows:
-    """Which rows of the step at hand have which adapter: told before a rank's layers run, and asked by all of them.
+    """Assignment of adapters to the rows of the current step: set before a rank's layers run, read by all of them.
 
-    `device`: where each row's slot is told to kernels; None: rows are grouped by adapter.
+    `device`: where kernels read each row's slot; None if rows are grouped by adapter on the CPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
         self.slots: torch.Tensor | None = None
-        """[rows] int32, for kernels: each row's slot, or NONE. None: none of them has an adapter."""
+        """Slot of each row [rows] int32, for kernels, or NONE. None if no row has an adapter."""
         self._spans: Spans = ()
         self.groups: list[tuple[int, Rows]] = []
         """(slot, its rows) of the rows that are being computed. Empty: none of them has an adapter."""
@@ -44,13 +44,14 @@ class AdapterRows:
 
     @property
     def has_any(self) -> bool:
-        """Whether some of the rows that are being computed may have an adapter."""
+        """Return True if some rows being computed may have an adapter."""
         return self.slots is not None or bool(self.groups)
 
     @contextmanager
     def of_step(self, spans: Spans, num_rows: int = 0) -> Iterator[None]:
-        """While it lasts a step with these adapters is computed. `num_rows`: how many rows it has, padding included,
-        where slots are told to kernels."""
+        """Context in which a step with these adapters is computed. `num_rows`: its number of rows including padding, if
+        kernels read slots.
+        """
         if self._device is not None:
             with self.of_slots(_slots(spans, num_rows).to(self._device) if spans else None):
                 yield
@@ -64,7 +65,7 @@ class AdapterRows:
 
     @contextmanager
     def of_slots(self, slots: torch.Tensor | None) -> Iterator[None]:
-        """While it lasts rows with these slots are computed; None: without adapters."""
+        """Context in which rows with these slots are computed; None for rows without adapters."""
         before, self.slots = self.slots, slots
         try:
             yield
@@ -100,13 +101,13 @@ def _slots(spans: Spans, num_rows: int) -> torch.Tensor:
 
 
 def _cut(spans: Spans, first: int, last: int) -> Spans:
-    """What of them lies in [first, last), counted from there."""
+    """Return the part within [first, last), relative to first."""
     cut = [(max(first, start), min(last, start + count), slot) for start, count, slot in spans]
     return [(start - first, end - start, slot) for start, end, slot in cut if start < end]
 
 
 def _grouped(spans: Spans) -> list[tuple[int, Rows]]:
-    """By slot. Rows that follow each other are a slice, which copies nothing."""
+    """Return row indices by slot. Contiguous rows are a slice, which copies nothing."""
     ranges: dict[int, list[range]] = {}
     for start, count, slot in spans:
         own = ranges.setdefault(slot, [])
@@ -125,14 +126,14 @@ def _grouped(spans: Spans) -> list[tuple[int, Rows]]:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedPart:
-    """A module whose product is part of a projection's, on this rank."""
+    """A module whose matmul is part of a projection's, on this rank."""
 
     name: str
-    """As the checkpoint has it, such as model.layers.0.self_attn.q_proj."""
+    """The checkpoint's module name, such as model.layers.0.self_attn.q_proj."""
     rows: Span | None = None
-    """Which of its outputs; None: all."""
+    """Span of its outputs; None for all."""
     columns: Span | None = None
-    """Which of its inputs; None: all."""
+    """Span of its inputs; None for all."""
     pairs: int | None = None
     """Head size, where the outputs' rotary pairs are interleaved as the weight's are."""
 
@@ -147,15 +148,16 @@ class Factors:
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Where one slot's factors of all parts lie: as Factors, of the highest rank together."""
+    """Memory layout of one slot's factors of all parts: like Factors, with the highest rank."""
 
     down: torch.Tensor
     up: torch.Tensor
 
 
 class AdaptedLinear:
-    """A projection with room for adapters. What several modules make together has their factors together: `down` one
-    behind the other, `up` with zeros where one module's factor meets another's outputs."""
+    """A projection with room for adapters. Several modules in one matmul have concatenated factors: `down` one after
+    another, `up` with zeros for other modules' outputs.
+    """
 
     def __init__(
         self, base: Linear | BlockFp8Linear, parts: Sequence[AdaptedPart], rows: AdapterRows, num_rows: Sequence[int]
@@ -164,7 +166,7 @@ class AdaptedLinear:
         self.base, self.parts, self._rows = base, parts, rows
         self._num_rows = num_rows
         self.native: PackedMatrix | None = base.native
-        """The weight packed for the compiled operators, for steps in which nobody has an adapter."""
+        """The weight packed for the compiled operators, for steps without adapters."""
         self._rooms: dict[int, _Room] = {}
         self._factors: dict[int, Factors] = {}
 
@@ -189,7 +191,7 @@ class AdaptedLinear:
         return {slot: own.down.numel() + own.up.numel() for slot, own in self._factors.items()}
 
     def make_room(self, slot: int, rank: int, like: torch.Tensor) -> None:
-        """Set memory aside for an adapter of at most this rank in each part. What is there adds nothing."""
+        """Reserve memory for an adapter of at most this rank in each part. Its initial contribution is zero."""
         together = rank * len(self.parts)
         down = torch.zeros(together, self.base.in_features, dtype=like.dtype, device=like.device)
         up = torch.zeros(self.base.out_features, together, dtype=like.dtype, device=like.device)
@@ -217,10 +219,10 @@ class AdaptedLinear:
 
 
 class StackedAdaptedLinear(AdaptedLinear):
-    """The same for kernels: all slots are multiplied with by one launch, whose rows say which is theirs."""
+    """Adapted projection for kernels: one launch multiplies all slots, with a slot index per row."""
 
     _down: torch.Tensor | None = None
-    """[slots, rank, in_features]; None: no adapter is here."""
+    """[slots, rank, in_features]; None if no adapter is loaded."""
     _up: torch.Tensor | None = None
     """[slots, out_features, rank]"""
 
@@ -234,7 +236,7 @@ class StackedAdaptedLinear(AdaptedLinear):
         return self.base.finish(y)
 
     def make_rooms(self, num_slots: int, rank: int, like: torch.Tensor) -> None:
-        """Set memory aside for so many adapters of at most this rank in each part."""
+        """Reserve memory for this number of adapters of at most this rank in each part."""
         together = cdiv(rank * len(self.parts), RANK_STEP) * RANK_STEP
         sizes = (num_slots, together, self.base.in_features), (num_slots, self.base.out_features, together)
         self._down, self._up = (torch.zeros(size, dtype=like.dtype, device=like.device) for size in sizes)
@@ -242,7 +244,7 @@ class StackedAdaptedLinear(AdaptedLinear):
             self._rooms[slot], self._factors[slot] = _Room(down, up), Factors(down, up)
 
     def fill(self, slot: int, factors: Mapping[str, Factors]) -> None:
-        """See AdaptedLinear. Kernels read whole rooms, so what was there before goes."""
+        """See AdaptedLinear. Kernels read whole slots, so the previous contents are cleared."""
         room = self._rooms.get(slot)
         if room is not None:
             room.down.zero_()
@@ -255,7 +257,7 @@ def _slice(span: Span | None) -> slice:
 
 
 class Adapting(Protocol):
-    """Who takes the projections of a model that may have adapters, as they load."""
+    """Collects the projections of a model that can have adapters, while it loads."""
 
     rows: AdapterRows
 

@@ -1,9 +1,9 @@
-"""Attention of one decoder layer over the paged KV cache: q, k and v by one product, rotated and written in one pass,
-the queries' sums over what each may see, and the output's projection.
+"""Attention of one decoder layer over the paged KV cache: one matmul for q, k and v, one pass that rotates and writes
+them, paged attention, and the output projection.
 
-The contract of every layer: K and V of all rows of a step are in the cache before any of the layer's attention reads
-it. The scheduler lets requests of one step share blocks that the step computes (Scheduler._take_on), and the request
-that reads them may come first among the rows. The paths fulfil it as follows:
+Invariant of every layer: K and V of all rows of a step are in the cache before any of the layer's attention reads it.
+Requests of one step can share blocks that the step computes (see the scheduler), and the reader's rows may precede
+the writer's. The paths ensure it as follows:
 
 - torch's operators and transformers' own code: `rope_and_cache`, `latent_and_cache` or `reshape_and_cache` of all rows
   returns before attention is called (here, latent_attention.py, models/by_transformers/attention.py).
@@ -27,16 +27,17 @@ from trimtab_engine.layers.rotary import Turn
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What keys and values are divided by before a float8 KV cache keeps them."""
+    """Scales that keys and values are divided by before a float8 KV cache stores them."""
 
     key: float = 1.0
     value: float = 1.0
 
 
 class Attention:
-    """`qkv` has this rank's heads one behind the other, those of q and k with adjacent rotary pairs; `output` sums over
-    the ranks that share the layer. `norms`: each head of q and k is normalised before it is rotated. sinks [num_heads]
-    float32: each head's weight in the softmax that no value has."""
+    """Attention of one layer. `qkv` has this rank's heads concatenated, q and k with adjacent rotary pairs; `output`
+    sums over the ranks that share the layer. `norms`: each head of q and k is normalised before it is rotated. sinks
+    [num_heads] float32: softmax weight of each head that has no value.
+    """
 
     def __init__(
         self,

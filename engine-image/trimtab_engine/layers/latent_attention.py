@@ -1,13 +1,14 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) over a paged cache of latent vectors.
 
-All heads read one vector per token: c, the latent one, beside k, the rotated part of a key. The projection that makes
-keys of c is moved to the queries, and that which makes values of c behind the sum, so that nothing is ever unfolded:
+All heads read one vector per token: c, the latent part, and k, the rotated part of a key. The key up-projection of c is
+absorbed into the queries, and the value up-projection is applied after the sum, so that keys and values are never
+expanded:
 ```
 score(head) = plain query · (K[head] c) + rotated query · k      =  [K[head]ᵀ plain query | rotated query] · [c | k]
 y(head)     = sum of weight * (V[head] c)                        =  V[head] (sum of weight * c)
 ```
-To attention it is one kv head of kv_rank + rotary_size elements, whose values are the first kv_rank elements of its
-keys. For the tokens of a long prompt that is more arithmetic than unfolded keys would be.
+Attention sees one kv head of kv_rank + rotary_size elements, whose values are the first kv_rank elements of its keys.
+For long prompts this needs more arithmetic than expanded keys.
 """
 
 import torch
@@ -22,7 +23,8 @@ from trimtab_engine.layers.rotary import Turn
 
 class LatentQuery:
     """Queries of this rank's heads. `down` and its norm make a latent vector of the hidden state first, or are not
-    there."""
+    there.
+    """
 
     def __init__(self, up: Projection, down: Projection | None, norm: torch.Tensor | None, eps: float) -> None:
         self._up, self._down, self._norm, self._eps = up, down, norm, eps
@@ -37,7 +39,8 @@ class LatentQuery:
 class LatentAttention:
     """`keep` makes the latent vector, which `norm` normalises, and the rotated part of the key; keys [num_heads,
     plain_size, kv_rank] and values [num_heads, kv_rank, value_size] unfold it; `output` sums over the ranks that share
-    the layer."""
+    the layer.
+    """
 
     def __init__(
         self,

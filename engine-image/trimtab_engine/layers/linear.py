@@ -45,8 +45,9 @@ def padded_rows(rows: int) -> int:
 
 
 def rows_at_once(device: torch.device) -> int:
-    """Of an MLP over as many rows as a tower has: on the CPU so that its intermediate stays in the cache, on CUDA so
-    that it takes little memory."""
+    """Rows of an MLP computed at once in a vision encoder: on the CPU so that its intermediate stays in the cache, on
+    CUDA to limit memory.
+    """
     return MAX_ROWS if device.type == "cpu" else CUDA_ROWS
 
 
@@ -56,7 +57,7 @@ def row_sizes() -> list[int]:
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype are packed by oneDNN here."""
+    """Return True if oneDNN packs weights of this dtype here."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
@@ -71,18 +72,19 @@ def library_for(dtype: torch.dtype, device: torch.device) -> NativeLibrary | Non
 
 
 def takes_stored_rows(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a Linear that computes in this dtype joins and converts rows itself, while it packs them."""
+    """Return True if a Linear that computes in this dtype joins and converts rows itself, while it packs them."""
     return library_for(dtype, device) is not None
 
 
 def pads_rows(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether callers pad rows to few sizes: where oneDNN compiles code for each."""
+    """Return True if callers should pad the number of rows to a few sizes, because oneDNN compiles code for each."""
     return can_pack(dtype, device) and library_for(dtype, device) is None
 
 
 class Linear:
     """weight [out_features, in_features], bias [out_features] or None, of the computing dtype, on the device; or
-    stored rows or blocks, where library_for float32 on the CPU is there."""
+    stored rows or blocks, where library_for float32 on the CPU is there.
+    """
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, is_gated: bool = False) -> None:
         self.out_features, self.in_features = weight.shape
@@ -116,17 +118,16 @@ class Linear:
         return self._multiply(x) if self.native is None else self.native(x)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in_features] -> [rows, out_features]: this rank's product alone, of which finish() makes what the
-        projection yields."""
+        """Return this rank's partial result: x [rows, in_features] -> [rows, out_features]; finish() completes it."""
         return self._multiply(x) if self.native is None else self.native(x)
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
-        """What stands behind the product: a gate, or the sum over ranks."""
+        """Apply the operations after the matmul: a gate, or the sum over ranks."""
         return y
 
     @property
     def joins_few_rows(self) -> bool:
-        """Whether `of_few_rows` is there: products of 16 bits on CUDA, whose result is whole on this rank."""
+        """Return True if `of_few_rows` is available: 16-bit matmuls on CUDA whose result is complete on this rank."""
         return self.native is None and self._weight.is_cuda and self._weight.dtype == torch.bfloat16
 
     def of_few_rows(
@@ -137,8 +138,9 @@ class Linear:
         eps: float = 1e-6,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same of MAX_FEW_ROWS rows at most, in one launch with what stands before and behind it: x is normalised
-        first, or the product is added to the residual in place."""
+        """Skinny variant for at most MAX_FEW_ROWS rows, one launch with the operations before and after the matmul: x
+        is normalised first, or the result is added to the residual in place.
+        """
         return skinny_gemm_triton(
             x, self._weight, norm=norm, eps=eps, bias=self._bias, is_gated=self._is_gated, residual=residual
         )
@@ -157,7 +159,7 @@ class Linear:
 
 
 class GatedLinear(Linear):
-    """Two projections as one, and silu of the first times the second: half of out_features come out."""
+    """Two projections as one, then silu of the first half times the second; returns half of out_features."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight, bias, is_gated=True)
@@ -176,9 +178,9 @@ class GatedLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A projection whose inputs are split among the ranks of a group: the ranks' products sum to the whole's.
+    """Projection whose inputs are split among the ranks of a group: the ranks' results are summed.
 
-    The bias is that of one rank only, or it would be added once per rank.
+    Only one rank has the bias, otherwise it would be added once per rank.
     """
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None, group: RankGroup) -> None:

@@ -30,7 +30,8 @@ MAX_CUDA_TOKENS = 16384  # on CUDA every call reads all experts' weights, so a s
 class StackedExperts:
     """w13 [experts held, 2 * intermediate, hidden], w2 [experts held, hidden, intermediate] of this rank; float8 with
     scales per block, or of the computing dtype without. w13_bias [experts held, 2 * intermediate], w2_bias [experts
-    held, hidden], where there are some."""
+    held, hidden], where there are some.
+    """
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -42,17 +43,17 @@ class StackedExperts:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What makes them up, one entry per expert."""
+        """Parameters of the experts, one entry per expert."""
         more = (self.w13_scales, self.w2_scales, self.w13_bias, self.w2_bias)
         return self.w13, self.w2, *(tensor for tensor in more if tensor is not None)
 
 
 Experts = StackedExperts | Sequence[GatedMlp]
-"""Those of this rank, together or each by itself, multiplied as it is stored."""
+"""This rank's experts, fused or separate, multiplied as stored."""
 
 
 class MixtureOfExperts:
-    """`shared`: this rank's part of what every token passes, which the sum over tensor-parallel ranks takes in."""
+    """`shared`: this rank's part of the shared experts, included in the sum over tensor-parallel ranks."""
 
     def __init__(
         self,
@@ -77,13 +78,13 @@ class MixtureOfExperts:
 
     @property
     def slots(self) -> ExpertSlots:
-        """Which experts are where; only with expert parallel load balancing."""
+        """Placement of experts; only with expert parallel load balancing."""
         assert self._slots is not None
         return self._slots
 
     @property
     def expert_tensors(self) -> tuple[torch.Tensor, ...]:
-        """What makes up the experts of this rank, one entry per slot; only with expert parallel load balancing."""
+        """Parameters of this rank's experts, one entry per slot; only with expert parallel load balancing."""
         assert isinstance(self.experts, StackedExperts)
         return self.experts.tensors
 

@@ -1,7 +1,7 @@
-"""y = x @ Wᵀ + b with block-fp8 weights: W is float8 with a scale per 128 x 128, x is quantised as it comes.
+"""y = x @ Wᵀ + b with block-fp8 weights: W is float8 with a scale per 128 x 128, x is quantised on the fly.
 
-On devices without float8 products (the CPU, GPUs before compute capability 8.9) the weights are turned back as they
-load, and layers/linear.py multiplies them: the same numbers, without the rounding of the activations.
+On devices without float8 matmuls (the CPU, GPUs before compute capability 8.9) the weights are dequantised while
+loading, and layers/linear.py multiplies them: the same values, without quantised activations.
 """
 
 from dataclasses import dataclass
@@ -45,13 +45,14 @@ class BlockFp8:
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether products of float8 run on this device's matrix units."""
+    """Return True if this device's matrix units multiply float8."""
     return device.type == "cuda" and device_facts(device).has_float8
 
 
 def joined_blocks(parts: list[BlockFp8]) -> list[BlockFp8]:
-    """Rows one behind the other, in as few weights as their blocks allow: only a part whose rows are whole blocks can
-    have another behind it."""
+    """Return rows concatenated into as few weights as their blocks allow: a part can be followed by another only if its
+    rows are whole blocks.
+    """
     joined: list[BlockFp8] = []
     for part in parts:
         if joined and joined[-1].values.shape[0] % BLOCK == 0:
@@ -73,7 +74,7 @@ def stacked(weights: "list[torch.Tensor | BlockFp8]") -> tuple[torch.Tensor, tor
 
 
 class BlockFp8Linear:
-    """The rows of `parts`, one behind the other. With a group it is a RowParallelLinear."""
+    """Return a Linear with the rows of `parts` concatenated; with a group, a RowParallelLinear."""
 
     native: PackedMatrix | None = None
 
@@ -102,7 +103,7 @@ class BlockFp8Linear:
 
 
 class GatedBlockFp8Linear(BlockFp8Linear):
-    """A GatedLinear: silu of the first half of the rows times the second; half of out_features come out."""
+    """A GatedLinear: silu of the first half of the rows times the second; returns half of out_features."""
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
         """See Linear."""

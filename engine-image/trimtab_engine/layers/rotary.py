@@ -1,5 +1,6 @@
 """Angles of the rotary embedding, equal to transformers' in float32. Computed for a step's positions, once per step:
-a table of all positions would cost tens of MiB for long contexts and save nothing."""
+a table of all positions would cost tens of MiB for long contexts and save nothing.
+"""
 
 import math
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from trimtab_modelspec.config import RopeConfig, Temperature
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What positions do to a layer's heads: rotation [num_tokens, head_size // 2] complex turns queries and keys;
-    query_factors [num_tokens] float32 multiply queries, where there are some."""
+    """Effect of positions on a layer's heads: rotation [num_tokens, head_size // 2] complex rotates queries and keys;
+    query_factors [num_tokens] float32 scale queries, if present.
+    """
 
     rotation: torch.Tensor
     query_factors: torch.Tensor | None = None
@@ -25,7 +27,7 @@ class RotaryAngles:
         self._factor = rope.attention_factor
         sections = [axis for axis, count in enumerate(rope.sections) for _ in range(count)]
         self._axes = torch.tensor(sections, dtype=torch.int64, device=device) if sections else None
-        """By which of a token's positions each frequency turns, where they are several."""
+        """Position axis that each frequency uses, if tokens have several positions."""
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """positions [num_tokens] int64, or [3, num_tokens] over time, height and width."""
@@ -40,7 +42,7 @@ class RotaryAngles:
 
 
 def no_turn(positions: torch.Tensor, head_size: int, temperature: Temperature | None) -> Turn:
-    """For layers that do not rotate: the turn that changes nothing, with queries that grow by their temperature."""
+    """Return the rotation for NoPE layers: the identity, with temperature-scaled queries."""
     ones = torch.ones(positions.shape[0], head_size // 2, device=positions.device)
     rotation = torch.complex(ones, torch.zeros_like(ones))
     if temperature is None:
@@ -78,8 +80,9 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, head_size: int) -> torch.Tensor:
-    """Frequencies that turn often in the original context are kept, those that hardly turn slowed by `factor`, those
-    between interpolated (YaRN, arXiv:2309.00071, section 3.2)."""
+    """Return YaRN frequencies (arXiv:2309.00071, section 3.2): high frequencies unchanged, low frequencies divided by
+    `factor`, interpolated between.
+    """
     wavelengths = rope.theta ** (torch.arange(0, head_size, 2).float() / head_size)
     low, high = (_frequency_that_turns(times, rope, head_size) for times in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
@@ -91,6 +94,6 @@ def _yarn(rope: RopeConfig, head_size: int) -> torch.Tensor:
 
 
 def _frequency_that_turns(times: float, rope: RopeConfig, head_size: int) -> float:
-    """The index of the frequency that turns so many times within the original context."""
+    """Return the index of the frequency with this number of turns within the original context."""
     context = rope.original_max_position_embeddings
     return (head_size * math.log(context / (times * 2 * math.pi))) / (2 * math.log(rope.theta))

@@ -1,9 +1,9 @@
-"""Attention of towers: rows lie in runs (a window, a time step, a tile), and every row of a run sees all of it. Neither
-a cache nor a mask: runs of one length are computed together, as a batch.
+"""Attention of vision encoders: rows are in runs (a window, a time step, a tile), and every row attends to its whole
+run. There is neither a cache nor a mask: runs of equal length are computed together as a batch.
 
-By torch's kernels, which hold a tile of scores at a time. On CUDA its fallback, which would write out all of them (16
-GiB for each head of the largest picture), is left out: where no kernel takes the heads, torch says so when the engine
-starts.
+It uses torch's fused kernels, which keep one tile of scores at a time. On CUDA the unfused fallback is disabled, since
+it would allocate all scores (16 GiB per head of the largest image): if no kernel supports the head size, torch raises
+an error when the engine starts.
 """
 
 from collections.abc import Sequence

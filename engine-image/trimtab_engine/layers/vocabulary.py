@@ -12,7 +12,7 @@ from trimtab_engine.layers.linear import Linear
 from trimtab_engine.parallel.groups import RankGroup
 
 Placed = tuple[torch.Tensor, torch.Tensor]
-"""What takes its embedding from elsewhere: (index [rows] int64 in a step, embeddings [rows, hidden_size])."""
+"""Embeddings from outside the table: (index [rows] int64 in a step, embeddings [rows, hidden_size])."""
 Table = torch.Tensor | StoredRows | QuantisedBlocks
 """[rows, hidden_size]: in the computing dtype, or as the checkpoint has it, in one part."""
 
@@ -41,7 +41,7 @@ class VocabularyEmbedding:
 
 
 class LmHead:
-    """Hidden states to logits. With a group the first rank gets those of the whole vocabulary, the others none."""
+    """Output layer: hidden states to logits. With a group the first rank gets the whole vocabulary, the others None."""
 
     def __init__(self, table: Table, vocab_size: int, group: RankGroup | None) -> None:
         if group is not None:  # the last part of the vocabulary may be short, but a gather wants equal shapes
@@ -50,8 +50,9 @@ class LmHead:
         self._linear, self._vocab_size, self._group = Linear(table), vocab_size, group
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[rows, hidden_size] -> [rows, vocab_size] float32; on CUDA, on one rank, in the dtype of the hidden states:
-        what chooses tokens there reads them so, and a float32 copy would cost three times what the choice does."""
+        """Return [rows, hidden_size] -> [rows, vocab_size] float32; on CUDA with one rank, the dtype of the hidden
+        states: the sampler there reads that dtype, and a float32 copy would cost three times as much as sampling.
+        """
         logits = self._linear(hidden)
         if self._group is None:
             return logits if logits.is_cuda else logits.float()
@@ -66,5 +67,5 @@ def _padded(table: Table, pad: Callable[[torch.Tensor], torch.Tensor]) -> Table:
 
 
 def _with_rows(tensor: torch.Tensor, missing: int) -> torch.Tensor:
-    """With so many rows of zeros behind it."""
+    """Pad with this number of zero rows."""
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing))

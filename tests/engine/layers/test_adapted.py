@@ -1,5 +1,6 @@
 """Products with adapters beside them, against products with the adapters merged into the weights: whatever stands
-behind the product, whichever rows have which adapter, divided among ranks and computed in parts."""
+behind the product, whichever rows have which adapter, divided among ranks and computed in parts.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def test_room_that_nobody_has_filled_adds_nothing() -> None:
     torch.testing.assert_close(with_spans(projection, x, (0, 5, 2)), projection.base(x))
 
 
-def test_what_was_in_a_slot_before_leaves_nothing_behind() -> None:
+def test_reused_slot_is_cleared() -> None:
     parts, weight = [AdaptedPart("q"), AdaptedPart("k")], random(OUT, IN)
     both = {"q": some_factors(16), "k": some_factors(8)}
     projection = adapted(Linear(weight), parts, [16, 8], slot0=both)

@@ -9,7 +9,7 @@ from trimtab_engine.layers.linear import MAX_ROWS, Linear, padded_rows, row_size
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 128, 129, 300])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_it_equals_torch(rows: int, has_bias: bool, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_equals_torch(rows: int, has_bias: bool, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not packed:
         monkeypatch.setattr(linear_module, "can_pack", lambda dtype, device: False)
     weight, x = torch.randn(71, 48), torch.randn(rows, 48)
