@@ -1,4 +1,4 @@
-"""Where weights come from: a `WeightSource` per format, all giving tensors by the transformers names.
+"""Weight formats: a `WeightSource` per format, all with tensors under transformers' names.
 
-safetensors and GGUF only: formats that can run code when they are read (.bin, .pt, .pth) are refused by name.
+safetensors and GGUF only: formats that can run code when they are read (.bin, .pt, .pth) are rejected.
 """

@@ -1,5 +1,5 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) as PEFT writes them: a folder with `adapter_config.json`
-and `adapter_model.safetensors`. What changes the model otherwise than  W x + scale * up (down x)  is refused by name.
+and `adapter_model.safetensors`. Only adapters of the form  W x + scale * up (down x)  are supported.
 
 No torch at import. What of the model an adapter fits is not known here (models/adapter_fit.py).
 """
@@ -23,9 +23,9 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt")
 FLOATS = ("F32", "F16", "BF16")
 WRAPPED = "base_model.model."
-"""Before the name of each module, which is the model's own behind it."""
+"""Prefix of each module name, followed by the model's own name."""
 DECODERS = ("model.layers.", "model.language_model.layers.", "language_model.model.layers.")
-"""How the names of a decoder's layers begin, also where it is the text half of a model that sees; the first is ours."""
+"""Prefixes of a decoder's layers, also in vision-language models; the first is Trimtab's."""
 FACTORS = {".lora_A.weight": 0, ".lora_B.weight": 1}
 HARMLESS: dict[str, tuple[object, ...]] = {
     "use_dora": (False,),
@@ -42,8 +42,8 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     "arrow_config": (),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Fields with which an adapter is more than two factors of each module, or changes the model's own weights, and the
-values beside null with which it does not."""
+"""Fields with which an adapter is more than two factors per module, or changes the model's own weights, and the values
+in addition to null with which it is not."""
 PATTERN = re.compile(r"\^?[\w.]+")
 
 
@@ -55,21 +55,26 @@ class AdaptedShape:
     in_features: int
     out_features: int
     scale: float
-    """By which their product is multiplied."""
+    """Factor of the adapter's product."""
 
 
 class PeftAdapter:
     """One that was opened: its configuration and its file's header are read and found whole."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError for what is missing or damaged, NotSupportedError for what is not supported."""
+        """Open an adapter.
+
+        Raises:
+            ModelError: a file is missing or damaged.
+            NotSupportedError: the adapter needs an unsupported feature.
+        """
         self.where = str(folder)
         config_file, self._file = folder / CONFIG_FILE, folder / TENSORS_FILE
         _check_folder(folder)
         config = read_json(config_file)
         _check_built(config, config_file)
         self.target_modules = _targets(config)
-        """Names, or ends of names, of what it adapts; empty where the configuration gives none or a pattern."""
+        """Names, or name suffixes, of adapted modules; empty if the configuration has none or a pattern."""
         header = read_header(self._file)
         self._names: dict[str, list[str]] = {}
         """The tensors of each module, down before up."""
@@ -80,7 +85,7 @@ class PeftAdapter:
         self.modules = {
             module: _shape(module, names, header, scaling, self._file) for module, names in self._names.items()
         }
-        """By the model's own names, such as model.layers.0.self_attn.q_proj."""
+        """Adapted modules by the model's own names, such as model.layers.0.self_attn.q_proj."""
         if not self.modules:
             raise ModelError(f"{self._file}: holds no tensors of an adapter")
         self.max_rank = max(shape.rank for shape in self.modules.values())
@@ -103,7 +108,7 @@ class PeftAdapter:
 
 
 class _Scaling:
-    """Rank and scale of each module, as the configuration says them."""
+    """Rank and scale of each module, from the configuration."""
 
     def __init__(self, config: Mapping[str, Any], where: Path) -> None:
         self._where = where
@@ -112,10 +117,14 @@ class _Scaling:
         self._takes_root = bool(config.get("use_rslora"))
 
     def of(self, module: str, rank: int) -> float:
-        """Of a module by the name that it has in the file. Raises ModelError where its tensors have another rank."""
+        """Return the rank and scale of a module, by its name in the file.
+
+        Raises:
+            ModelError: its tensors have another rank.
+        """
         said = _matching(self._ranks, module, self._rank)
         if said != rank:
-            raise ModelError(f"{self._where}: says rank {said:g} for {module}, whose tensors have {rank}")
+            raise ModelError(f"{self._where}: rank {said:g} of {module} differs from its tensors' ({rank})")
         alpha = _matching(self._alphas, module, self._alpha)
         return alpha / (math.sqrt(rank) if self._takes_root else rank)
 

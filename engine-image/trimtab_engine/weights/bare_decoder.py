@@ -1,5 +1,5 @@
-"""A checkpoint of a decoder without its output layer, as models that embed are stored: names lack what stands before
-them in one that generates, and config.json may name the decoder alone.
+"""A checkpoint of a decoder without its output layer, the usual form of embedding models: tensor names lack the prefix
+of a generative model, and config.json may name the bare decoder.
 
 ```
 layers.0.…           model.layers.0.…
@@ -15,11 +15,11 @@ from trimtab_engine.weights.text_half import Half
 
 EMBEDDINGS, PREFIX, OUTPUT = "embed_tokens.weight", "model.", "lm_head.weight"
 SINGLE_RANK, WHOLE = "Model", "ForCausalLM"
-"""How the names of architectures end."""
+"""Suffixes of architecture names."""
 
 
 class BareDecoder(Half):
-    """Under the names of a whole model whose output layer is its embeddings: nobody asks it for logits."""
+    """Shows the tensors under the names of a whole model with tied embeddings; its logits are never requested."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -29,7 +29,7 @@ class BareDecoder(Half):
 
 
 def whole_architecture(config: Mapping[str, Any]) -> str | None:
-    """What config.json calls the model, or would if it had its output layer."""
+    """Return the architecture that config.json names, or would name with an output layer."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     if name is not None and name.endswith(SINGLE_RANK):
@@ -38,7 +38,7 @@ def whole_architecture(config: Mapping[str, Any]) -> str | None:
 
 
 def is_bare(source: WeightSource) -> bool:
-    """Whether a checkpoint is a decoder alone."""
+    """Return True if a checkpoint is a decoder without an output layer."""
     return source.format == "safetensors" and EMBEDDINGS in source.shapes() and OUTPUT not in source.shapes()
 
 

@@ -1,4 +1,4 @@
-"""Random weights from config.json alone: for benchmarks and for trying a layout without a checkpoint."""
+"""Random weights generated from config.json: for benchmarks and for testing a layout without a checkpoint."""
 
 import zlib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ STANDARD_DEVIATION = 0.02  # transformers' initializer_range: activations keep a
 
 
 class DummySource:
-    """Every tensor that the model asks for, seeded by its name, so that the order of asking does not matter."""
+    """Source of random tensors, each seeded by its name, so that the order of reads does not matter."""
 
     format = "dummy"
 
@@ -26,14 +26,14 @@ class DummySource:
         self._seed = seed
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.device = "cpu"
-        """Where they are drawn: a GPU draws billions in a second, and other numbers than the CPU."""
+        """Device that generates them: a GPU generates billions per second, with other values than the CPU."""
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Say which tensors there shall be; the model knows."""
         self._shapes = shapes
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What `expect` was given."""
+        """Tensors passed to `expect`."""
         return self._shapes
 
     def map_files(self) -> None:

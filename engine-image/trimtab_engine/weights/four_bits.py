@@ -1,5 +1,5 @@
-"""Weights that AWQ or GPTQ stored as integers of 4 bits, under the names and shapes that they had before: in blocks for
-the CPU's compiled products, or restored to float32.
+"""AWQ and GPTQ weights (4-bit integers), shown under their original names and shapes: as blocks for the CPU's compiled
+matmuls, or dequantised to float32.
 
 ```
             AWQ                            GPTQ
@@ -9,8 +9,8 @@ X.scales    [groups, out]                  [groups, out]
 X.g_idx                                    [in] int32                    the group of each input
 ```
 
-A word's integers from the lowest bits on are neighbours 0, 1, 2, ... in GPTQ's, and outputs 0, 2, 4, 6, 1, 3, 5, 7 in
-AWQ's. weight = (integer - zero) * scale.
+From the lowest bits on, a word's integers are values 0, 1, 2, ... in GPTQ, and outputs 0, 2, 4, 6, 1, 3, 5, 7 in
+AWQ. weight = (integer - zero) * scale.
 """
 
 from collections.abc import Mapping
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 IN_A_WORD = 8
 PLACES_OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of eight neighbours lies in a word."""
+"""Bit position of each of eight adjacent values in a word."""
 WEIGHT, INTEGERS, ZEROS, SCALES, GROUPS = ".weight", ".qweight", ".qzeros", ".scales", ".g_idx"
 
 
 class FourBitsSource:
-    """Another source's tensors, of which those in four parts are one."""
+    """Wrapper of another source that shows tensors stored in four parts as one."""
 
     def __init__(self, stored: WeightSource, form: FourBits) -> None:
         self._stored, self._form = stored, form
@@ -61,7 +61,7 @@ class FourBitsSource:
 
     @property
     def form(self) -> FourBits:
-        """How the integers lie."""
+        """Storage layout of the integers."""
         return self._form
 
     @property
@@ -80,7 +80,7 @@ class FourBitsSource:
         return self._stored.where
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See WeightSource; of what is in four parts, the weight's."""
+        """See WeightSource; for a tensor in four parts, the weight's."""
         return self._shapes
 
     def map_files(self) -> None:
@@ -88,17 +88,17 @@ class FourBitsSource:
         self._stored.map_files()
 
     def is_in_words(self, name: str) -> bool:
-        """Whether this weight is stored as integers of 4 bits."""
+        """Return True if this weight is stored as 4-bit integers."""
         return name in self._packed
 
     @property
     def is_in_blocks(self) -> bool:
-        """Whether groups are whole blocks, by what config.json says."""
+        """Return True if groups are whole blocks, according to config.json."""
         size = self._form.group_size
         return size is None or size % BLOCK == 0
 
     def packing(self, name: str, columns: Span | None = None) -> Packing | None:
-        """How these columns of a tensor are multiplied as they are stored; None where they are not."""
+        """Return the packing with which these columns of a tensor are multiplied as stored, or None."""
         stem = self._packed.get(name)
         if stem is None or not self.is_in_blocks:
             return None
@@ -114,19 +114,20 @@ class FourBitsSource:
         return Packing(kind, size / BLOCK, None if order is None else order.numpy().tobytes())
 
     def quantised_type(self, name: str) -> str | None:
-        """What a weight in integers of 4 bits is called; None of others."""
+        """Return the name of a weight stored as 4-bit integers, or None for other tensors."""
         return self._form.name if name in self._packed else None
 
     def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
         """A matrix in blocks, or a part of it. None where it is not multiplied so: see `packing`, and scales that
-        float16 does not hold."""
+        float16 does not hold.
+        """
         stem = self._packed.get(name)
         if stem is None or not self.is_in_blocks or any(column % BLOCK for column in columns or ()):
             return None
         return self._part(stem, rows, columns).blocks()
 
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
-        """See WeightSource; what is in four parts becomes float32."""
+        """See WeightSource; tensors in four parts become float32."""
         stem = self._packed.get(name)
         if stem is None:
             return self._stored.tensor(name, rows=rows, columns=columns)
@@ -148,9 +149,7 @@ class FourBitsSource:
             found = shapes.get(stem + part)
             if found != shape:
                 said = "missing" if found is None else f"{list(found)}"
-                raise ModelError(
-                    f"{self.where}: {stem + part} is {said}; {list(shape)} is needed beside {INTEGERS[1:]}"
-                )
+                raise ModelError(f"{self.where}: {stem + part} is {said}; {list(shape)} is needed with {INTEGERS[1:]}")
         return rows, columns
 
     def _part(self, stem: str, rows: Span | None, columns: Span | None) -> IntegerPart:
@@ -193,7 +192,7 @@ class FourBitsSource:
         return (self._neighbours(stem + ZEROS, groups, rows).t() + self._form.zero_offset) & 15
 
     def _neighbours(self, name: str, lines: Span, outputs: Span) -> "torch.Tensor":
-        """[lines, outputs] uint8 of a tensor in whose words outputs are neighbours."""
+        """Return [lines, outputs] uint8 of a tensor whose words pack adjacent outputs."""
         first, last = words_of(outputs)
         every = integers_of(self._stored.tensor(name, rows=lines, columns=(first, last)))
         if self._form.name == "awq":
@@ -203,7 +202,7 @@ class FourBitsSource:
 
 
 def words_of(span: Span) -> Span:
-    """The words that hold these neighbours."""
+    """Return the words that contain these values."""
     return span[0] // IN_A_WORD, -(-span[1] // IN_A_WORD)
 
 

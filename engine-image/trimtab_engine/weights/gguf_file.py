@@ -1,8 +1,8 @@
-"""A GGUF file, or several that are parts of one model: blocks of 4 to 8 bits as they are stored, or dequantised to
-float32 as they are read. Configuration comes from the metadata (gguf_words.py).
+"""A GGUF file, or several parts of one model: blocks of 4 to 8 bits as stored, or dequantised to float32 while reading.
+The configuration is read from the metadata (gguf_words.py).
 
 llama.cpp stores the q and k projections of some architectures with adjacent rotary pairs; `tensor` undoes that, so that
-both formats give the same tensors (transformers: halves).
+both formats have the same tensors (transformers pairs element i with i + head_size / 2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
-"""Those of numbers as they are; all others are quantised."""
+"""Unquantised tensor types; all others are quantised."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
 """A divisor for each frequency of the rope: what Llama 3.1's scaling makes of it."""
 SPLIT_COUNT, SPLIT_TENSORS = "split.count", "split.tensors.count"
@@ -61,18 +61,19 @@ def _nothing_more(metadata: Metadata) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class GgufNames:
-    """What llama.cpp calls an architecture's tensors, in transformers' words. `layers`: behind the layer's number.
-    `has_adjacent_pairs`: rows of q and k are stored in another order, in which rotary pairs lie side by side."""
+    """llama.cpp's tensor names of an architecture, by transformers' names. `layers`: suffixes after the layer's number.
+    `has_adjacent_pairs`: rows of q and k are stored with adjacent rotary pairs.
+    """
 
     architecture: str
     layers: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     has_adjacent_pairs: bool = False
     experts: Mapping[str, str] = field(default_factory=dict)
-    """The tensors with a projection of all experts of a layer, and what that of one is called."""
+    """Tensors with a projection of all experts of a layer, and the name of one expert's."""
     norm_offset: float = 0.0
-    """What llama.cpp has added to the weights of norms."""
+    """Constant that llama.cpp has added to norm weights."""
     words: Callable[[Metadata], Mapping[str, Any]] = _nothing_more
-    """What the metadata says in config.json's words beyond what decoders share."""
+    """Reads architecture-specific metadata into config.json's fields."""
 
 
 class GgufSource:
@@ -82,7 +83,8 @@ class GgufSource:
 
     def __init__(self, file: Path, names: Mapping[str, GgufNames]) -> None:
         """`file`: of a model in parts the first. `names`: of the architectures that are built, by what
-        `general.architecture` calls them."""
+        `general.architecture` calls them.
+        """
         self._files = _all_parts(file)
         self.where = str(self._files[0])
         parts = [_read_part(part) for part in self._files]
@@ -131,7 +133,11 @@ class GgufSource:
 
     @property
     def pooling_type(self) -> str | None:
-        """How its hidden states are pooled, where it is made to embed. Raises ModelError for an unknown way."""
+        """Return the pooling method of embedding models.
+
+        Raises:
+            ModelError: the method is unknown.
+        """
         return pooling_type(self._metadata)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -147,7 +153,7 @@ class GgufSource:
         return None if kind in PLAIN_TYPES else kind
 
     def packing(self, name: str, columns: Span | None = None) -> Packing | None:
-        """How these columns of a tensor are multiplied as they are stored; None where they are not."""
+        """Return the packing with which these columns of a tensor are multiplied as stored, or None."""
         from trimtab_kernels.native.quantised import BLOCK_FORMATS
 
         form = BLOCK_FORMATS.get(self._tensors[name].tensor_type.name)
@@ -157,7 +163,8 @@ class GgufSource:
 
     def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
         """A matrix as it is stored, or a part of it, a view of the file where rows keep their order. None where it is
-        not multiplied so, or columns cut a block."""
+        not multiplied so, or columns cut a block.
+        """
         import torch
         from trimtab_kernels.native.quantised import BLOCK_FORMATS, QuantisedBlocks
 
@@ -193,22 +200,26 @@ class GgufSource:
         return values if columns is None else values[:, columns[0] : columns[1]]
 
     def _numbers(self, tensor: Any) -> list[float]:
-        """Those of a small tensor in float32."""
+        """Return the values of a small tensor in float32."""
         if tensor.tensor_type.name != "F32":
             raise ModelError(f"{self.where}: tensor {tensor.name} is {tensor.tensor_type.name}; F32 is needed")
         numbers: list[float] = tensor.data.ravel().tolist()
         return numbers
 
     def _value(self, name: str, need: Need) -> Any:
-        """What the file says of itself; None where it says nothing. Raises ModelError."""
+        """Return a value of the file's metadata, or None if it is absent.
+
+        Raises:
+            ModelError: the value is invalid.
+        """
         return checked(self._fields.get(name), name, need, self.where)
 
     def _check_parts(self, num_tensors: int) -> None:
-        """Raise ModelError where a part that says so is called otherwise, or tensors are missing."""
+        """Raise ModelError if a part of a split model has an unexpected file name, or tensors are missing."""
         count = int(self._value(SPLIT_COUNT, COUNT) or 1)
         if count != len(self._files):
             raise ModelError(
-                f"{self.where}: says that it is one of {count} parts of a model; name them …-00001-of-{count:05}.gguf "
+                f"{self.where}: is one of {count} parts of a model; name them …-00001-of-{count:05}.gguf "
                 f"and so on, in one folder"
             )
         expected = int(self._value(SPLIT_TENSORS, COUNT) or num_tensors)
@@ -222,13 +233,17 @@ class GgufSource:
         return self._tensors[name]
 
     def _in_halves(self, name: str, rows: "torch.Tensor") -> "torch.Tensor":
-        """Rows of q and k in transformers' order, whatever a row holds; others as they are."""
+        """Return rows of q and k in transformers' order, for any row format; other tensors unchanged."""
         if self._names.has_adjacent_pairs and name.split(".")[-2] in ("q_proj", "k_proj"):
             return halves_from_pairs(rows, rows.shape[0] // int(self.config["head_dim"]))
         return rows
 
     def _in_our_words(self, name: str, tensor: Any) -> dict[str, Any]:
-        """The tensor under transformers' name, or those of its experts. Raises ModelError."""
+        """Return the tensor under transformers' name, or the tensors of its experts.
+
+        Raises:
+            ModelError: the name is unknown.
+        """
         if name in GLOBAL_NAMES:
             return {GLOBAL_NAMES[name]: tensor}
         parts = name.split(".")
@@ -261,7 +276,7 @@ def halves_from_pairs(rows: "torch.Tensor", num_heads: int) -> "torch.Tensor":
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One file, opened: what it says, and its tensors by llama.cpp's names."""
+    """One opened file: its metadata, and its tensors by llama.cpp's names."""
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, Any]
@@ -269,15 +284,15 @@ class _Part:
 
 def _all_parts(file: Path) -> Sequence[Path]:
     """The file, and the others where it is the first of several. Raises ModelError where it is another of them, or one
-    is missing."""
+    is missing.
+    """
     files = [file.with_name(name) for name in parts_of(file.name)]
     if files[0] != file:
         raise ModelError(f"{file}: is one of {len(files)} parts of a model; give the first, {files[0].name}")
     missing = [part.name for part in files if not part.exists()]
     if missing:
         raise ModelError(
-            f"{file}: is one of {len(files)} parts of a model, and {missing[0]} is not beside it; all of them are "
-            f"needed"
+            f"{file}: is one of {len(files)} parts of a model, and {missing[0]} is missing; all of them are needed"
         )
     return files
 
@@ -287,7 +302,7 @@ def _read_part(file: Path) -> _Part:
     from gguf import GGUFEndian, GGUFReader
 
     try:
-        reader = GGUFReader(file, "c")  # nothing is written; torch warns of what could not be
+        reader = GGUFReader(file, "c")  # nothing writes to the mapping; torch warns about read-only buffers
         fields = {name: field.contents() for name, field in reader.fields.items() if _is_read(name)}
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
     except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
@@ -306,7 +321,7 @@ def _read_part(file: Path) -> _Part:
 
 
 def _is_read(name: str) -> bool:
-    """Whether the weights' reader wants a field: of the tokenizer, which is large, the ids of special tokens alone."""
+    """Return True if the reader needs a field: of the tokenizer, which is large, only the ids of special tokens."""
     return "tokenizer" not in name or name.endswith("_token_id")
 
 

@@ -8,7 +8,7 @@ MAX_PARTS = 1000  # more are taken for a name like any other
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """The names of all parts of the model that this file is a part of, in order; of a whole model the name alone."""
+    """Return the file names of all parts of this model, in order; only the given name for an unsplit model."""
     found = PART.fullmatch(name)
     if found is None or not 1 <= int(found["number"]) <= int(found["count"]) <= MAX_PARTS:
         return (name,)

@@ -1,7 +1,7 @@
-"""A GGUF file's metadata in config.json's words. Reads dictionaries, knows no tensor and no file.
+"""Conversion of GGUF metadata to config.json's fields. Reads dictionaries only; opens neither files nor tensors.
 
-Keys are llama.cpp's (gguf-py's constants), behind the architecture's name. What would be computed otherwise than
-llama.cpp does is refused by name.
+Keys are llama.cpp's (gguf-py's constants), after the architecture's name. Metadata with which llama.cpp would compute
+other results is rejected.
 """
 
 import math
@@ -12,18 +12,18 @@ from typing import Any
 from trimtab_engine.errors import ModelError
 
 UNSCALED = ("none", "", "linear")
-"""Types of rope scaling beside which frequencies may have divisors of their own."""
+"""Types of rope scaling that can be combined with a divisor per frequency."""
 UNBUILT_FACTORS = ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
-"""By what rotated heads are multiplied, beyond what yarn says; 1 in what was published of the families here."""
+"""Factor of rotated heads in addition to yarn's; 1 in all published models of these families."""
 POOLING_TYPES: dict[int, str | None] = {0: None, 1: "MEAN", 2: "CLS", 3: "LAST", 4: "RANK"}
 """llama.cpp's numbers for how hidden states are pooled; 0: not at all."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Keys of tokens that end an answer: of a text, of a turn, of a message."""
+"""Keys of tokens that end an answer: end of text, of turn, of message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a value must be: in words, and whether one is."""
+    """A type of values: its description and its check."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -46,7 +46,11 @@ POSITIVE = Need("a whole number of 1 or more", lambda value: _is_whole(value) an
 
 
 def checked(value: Any, name: str, need: Need, where: str) -> Any:
-    """A value of the file; None, which is absent, is let through. Raises ModelError for what is not as needed."""
+    """Return a value of the file, or None if it is absent.
+
+    Raises:
+        ModelError: the value has the wrong type.
+    """
     if value is None or need.holds(value):
         return value
     raise ModelError(f"{where}: {name} is {value!r:.60}; {need.words} is needed")
@@ -54,14 +58,14 @@ def checked(value: Any, name: str, need: Need, where: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a file says of its model. Every method raises ModelError for what is missing or malformed."""
+    """A file's metadata. Every method raises ModelError for missing or malformed values."""
 
     fields: Mapping[str, Any]
     architecture: str
     where: str
 
     def find(self, key: str, need: Need) -> Any:
-        """One value, None where there is none. A list is read where it says the same of every layer."""
+        """Return one value, or None if absent. A list is accepted if all layers have the same value."""
         name = f"{self.architecture}.{key}"
         value = self.fields.get(name)
         if isinstance(value, list) and value:
@@ -85,7 +89,7 @@ class Metadata:
 
 
 def decoder_words(metadata: Metadata, divisors: Sequence[float]) -> dict[str, Any]:
-    """What decoders share. `divisors`: of each frequency of the rope; none where the file has none."""
+    """Return the fields that all decoders share. `divisors`: one per rope frequency; empty if the file has none."""
     heads, hidden = metadata.positive("attention.head_count"), metadata.positive("embedding_length")
     rotated = metadata.find("rope.dimension_count", POSITIVE)
     head_size = metadata.positive("attention.key_length", rotated or hidden // heads)
@@ -106,7 +110,9 @@ def decoder_words(metadata: Metadata, divisors: Sequence[float]) -> dict[str, An
 
 
 def pooling_type(metadata: Metadata) -> str | None:
-    """How a file that is made to embed is pooled, by vLLM's name where it has one; None: it says nothing of that."""
+    """Return the pooling method of an embedding model, by vLLM's name where there is one, or None if the file has
+    none.
+    """
     number = int(metadata.number("pooling_type", 0, COUNT))
     if number not in POOLING_TYPES:
         known = ", ".join(map(str, POOLING_TYPES))
@@ -116,13 +122,13 @@ def pooling_type(metadata: Metadata) -> str | None:
 
 def _rope_scaling(metadata: Metadata, divisors: Sequence[float], head_size: int) -> dict[str, Any]:
     kind = str(metadata.find("rope.scaling.type", TEXT) or "none")
-    linear = metadata.number("rope.scale_linear", 1.0, ABOVE_ZERO)  # of files of 2023, which say no type
+    linear = metadata.number("rope.scale_linear", 1.0, ABOVE_ZERO)  # files from 2023 have no type
     if kind == "none" and linear != 1.0:
         kind = "linear"
     for key in UNBUILT_FACTORS:
         said = metadata.number(key, 1.0)
         if kind not in UNSCALED and said != 1.0:
-            raise ModelError(f"{metadata.where}: {metadata.architecture}.{key} {said} is not supported")
+            raise ModelError(f"{metadata.where}: {metadata.architecture}.{key} ({said}) is not supported")
     words: dict[str, Any] = {"rope_type": "default"}
     if kind not in ("none", ""):
         words = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor", linear, ABOVE_ZERO)}
@@ -145,18 +151,22 @@ def _yarn(metadata: Metadata) -> dict[str, Any]:
 
 
 def _check_divisors(metadata: Metadata, divisors: Sequence[float], head_size: int, kind: str) -> None:
-    """Raise ModelError unless there is one for each frequency, beside a scaling that says nothing of them itself."""
+    """Raise ModelError unless there is one divisor per frequency and the scaling type allows divisors."""
     if len(divisors) != head_size // 2 or not all(0 < divisor < float("inf") for divisor in divisors):
         raise ModelError(
             f"{metadata.where}: rope_freqs.weight has {len(divisors)} numbers, first {divisors[0]}; {head_size // 2} "
             f"above 0 are needed"
         )
     if kind not in UNSCALED:
-        raise ModelError(f"{metadata.where}: rope_freqs.weight beside rope scaling {kind} is not supported")
+        raise ModelError(f"{metadata.where}: rope_freqs.weight with rope scaling {kind} is not supported")
 
 
 def end_tokens(fields: Mapping[str, Any], where: str) -> list[int]:
-    """All that end an answer, as the tokenizer's metadata says; the first is the end of a text. Raises ModelError."""
+    """Return all tokens that end an answer, from the tokenizer's metadata; end of text comes first.
+
+    Raises:
+        ModelError: an id is invalid.
+    """
     names = [f"tokenizer.ggml.{key}" for key in ENDS]
     ids = [checked(fields.get(name), name, COUNT, where) for name in names]
     return list(dict.fromkeys(int(token) for token in ids if token is not None))

@@ -16,16 +16,17 @@ BLOCK = 32
 MIDDLE = 8
 """The zero point of 4 bits that is quantised symmetrically."""
 BLOCK_BYTES = {4: 18, 8: 34}
-"""Of integers without a zero point, by their bits."""
+"""Block types of integers without a zero point, by their number of bits."""
 ZEROS_BYTES = 20
-"""Of integers of 4 bits with one."""
+"""Block type of 4-bit integers with a zero point."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerPart:
-    """weight = (integer - zero) * scale. `integers` [rows, columns]: of 4 bits 0 to 15 as uint8, of 8 bits -128 to 127
-    as int8. `scales`, and `zeros` of any dtype, [rows, groups]; without zeros those of 4 bits are 8, of 8 bits 0.
-    `groups` [columns] int64: each column's."""
+    """A quantised part: weight = (integer - zero) * scale. `integers` [rows, columns]: 4-bit values 0 to 15 as uint8,
+    or 8-bit values -128 to 127 as int8. `scales`, and `zeros` of any dtype, [rows, groups]; the default zero is 8 for 4
+    bits, 0 for 8 bits. `groups` [columns] int64: the group of each column.
+    """
 
     integers: "torch.Tensor"
     scales: "torch.Tensor"
@@ -49,9 +50,10 @@ class IntegerPart:
         return weight
 
     def blocks(self) -> "QuantisedBlocks | None":
-        """None where it is not multiplied so: columns that are no whole blocks of one group, also when they are sorted
-        by their groups; scales that float16 does not hold, whatever power of two is taken out of a row; zero points
-        beside 8 bits."""
+        """Return the part as blocks, or None if blocks cannot represent it: columns that do not form whole blocks of
+        one group even when sorted by group; scales outside float16's range even after a power of two is factored out of
+        each row; zero points with 8 bits.
+        """
         from trimtab_kernels.native.quantised import BLOCK_FORMATS, GROUP, ZERO_POINTS, QuantisedBlocks
 
         if self.integers.shape[1] % BLOCK or (self.zeros is not None and not self._is_small):
@@ -71,8 +73,9 @@ class IntegerPart:
 
 
 def in_blocks(groups: "torch.Tensor") -> "tuple[torch.Tensor | None, torch.Tensor | None]":
-    """(the order of columns in which blocks are of one group each; None: as they are, the group [blocks] of each block;
-    None: there is no such order). `groups` [columns]: each column's."""
+    """Return (order of columns in which each block has one group, None for the original order; the group [blocks] of
+    each block, None if there is no such order). `groups` [columns]: the group of each column.
+    """
     import torch
 
     if groups.shape[0] % BLOCK:
@@ -88,8 +91,9 @@ def in_blocks(groups: "torch.Tensor") -> "tuple[torch.Tensor | None, torch.Tenso
 
 
 def _factors(scales: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor | None] | None":
-    """(scales [rows, groups] as float16 holds them, what each row is multiplied by besides). None: it does not hold
-    them."""
+    """Return (scales [rows, groups] in float16's range, factor of each row), or None if float16 cannot represent
+    them.
+    """
     import torch
 
     wide = scales.float()
@@ -104,8 +108,9 @@ def _factors(scales: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor | None
 
 
 def _in_bytes(factors: "list[torch.Tensor]", groups: "torch.Tensor", numbers: "torch.Tensor") -> "torch.Tensor":
-    """`factors` [rows, groups] each, of which those of each block's group lie before its numbers
-    [rows, blocks, bytes]."""
+    """Interleave `factors` [rows, groups] with the numbers [rows, blocks, bytes]: each block is preceded by its group's
+    factors.
+    """
     import torch
 
     halves = [factor.half().index_select(1, groups).unsqueeze(-1).view(torch.uint8) for factor in factors]

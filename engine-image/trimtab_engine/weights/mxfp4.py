@@ -1,11 +1,11 @@
-"""gpt-oss's experts as they are published, in mxfp4 (OCP Microscaling Formats 1.0), under the names and shapes that
-they have where they are restored: in blocks for the CPU's compiled products, or restored to float32.
+"""gpt-oss experts in their published format, mxfp4 (OCP Microscaling Formats 1.0), shown under the names and shapes of
+dequantised experts: as blocks for the CPU's compiled matmuls, or dequantised to float32.
 
 ```
 P_blocks   [experts, out, in / 32, 16] uint8    two numbers of 4 bits (e2m1) in a byte, the first in the lower half; as
                                                 transformers writes it [experts, out, in / 2]
 P_scales   [experts, out, in / 32] uint8        the power of two of 32 numbers, 127 more than it is (e8m0)
-P          [experts, in, out]                   what both stand for
+P          [experts, in, out]                   the dequantised tensor
 ```
 """
 
@@ -26,14 +26,14 @@ BLOCKS, SCALES = "_blocks", "_scales"
 GROUP, GROUP_BYTES = 32, 16
 BIAS = 127
 NAN = 255
-"""Of scales."""
+"""Exponent bias of scales."""
 POWERS = (-24, 15)
-"""Of two that float16 holds."""
+"""Range of exponents that float16 can represent."""
 PACKED_BYTES = 18 / 32
 
 
 class Mxfp4Source:
-    """Another source's tensors, of which those in two parts are one."""
+    """Wrapper of another source that shows tensors stored in two parts as one."""
 
     def __init__(self, stored: WeightSource, form: Mxfp4) -> None:
         self._stored, self._form = stored, form
@@ -47,12 +47,12 @@ class Mxfp4Source:
 
     @property
     def stored(self) -> WeightSource:
-        """Of which the parts are tensors of their own."""
+        """Names of tensors whose parts are separate tensors."""
         return self._stored
 
     @property
     def form(self) -> Mxfp4:
-        """How they lie."""
+        """Storage layout of the parts."""
         return self._form
 
     @property
@@ -71,7 +71,7 @@ class Mxfp4Source:
         return self._stored.where
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See WeightSource; of what is in two parts, the weight's."""
+        """See WeightSource; for a tensor in two parts, the weight's."""
         return self._shapes
 
     def map_files(self) -> None:
@@ -80,26 +80,27 @@ class Mxfp4Source:
 
     @property
     def is_in_blocks(self) -> bool:
-        """Whether the compiled products take it."""
+        """Return True if the compiled matmuls accept the tensor."""
         return True
 
     def quantised_type(self, name: str) -> str | None:
-        """What a weight in mxfp4 is called; None of others."""
+        """Return the name of a weight in mxfp4, or None for other tensors."""
         return self._form.name if name in self._is_packed else None
 
     def packing(self, name: str, columns: Span | None = None) -> Packing | None:
-        """How these inputs of a tensor's experts are multiplied as they are stored; None where they are not."""
+        """Return the packing with which these inputs of a tensor's experts are multiplied as stored, or None."""
         if name not in self._is_packed or any(column % GROUP for column in columns or ()):
             return None
         return Packing("e2m1", PACKED_BYTES)
 
     def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
-        """None: experts' weights are no matrices; see `expert_blocks`."""
+        """Always None: experts' weights are not matrices; see `expert_blocks`."""
         return None
 
     def expert_blocks(self, name: str, expert: int, columns: Span | None = None) -> "QuantisedBlocks | None":
         """One expert's weight [out, in], or some of its inputs, in blocks. None where it is not multiplied so: inputs
-        that cut a block, powers of two that float16 does not hold."""
+        that cut a block, powers of two that float16 does not hold.
+        """
         import torch
         from trimtab_kernels.native.quantised import MXFP4, QuantisedBlocks
 
@@ -109,7 +110,7 @@ class Mxfp4Source:
         if columns is not None:
             first, last = (column // GROUP for column in columns)
             numbers, powers = numbers[:, :, first:last], powers[:, :, first:last]
-        powers = powers[0] - 1  # the block's numbers are twice those of e2m1
+        powers = powers[0] - 1  # the block's numbers are twice the e2m1 values
         is_nothing = (numbers[0] & 7 == 0).all(dim=-1)
         if bool(((powers < POWERS[0]) | (powers > POWERS[1])).logical_and_(~is_nothing).any()):
             return None
@@ -119,7 +120,7 @@ class Mxfp4Source:
         return QuantisedBlocks(MXFP4, whole.flatten(1))
 
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
-        """See WeightSource; what is in two parts becomes float32 (of these experts)."""
+        """See WeightSource; tensors in two parts become float32 (of the given experts)."""
         import torch
 
         if name not in self._is_packed:
@@ -132,7 +133,8 @@ class Mxfp4Source:
 
     def _parts(self, name: str, experts: Span) -> "tuple[torch.Tensor, torch.Tensor]":
         """Numbers [experts, out, in / 32, 32] uint8 of 4 bits, in turn, and powers of two [experts, out, in / 32]
-        int32. Raises ModelError."""
+        int32. Raises ModelError.
+        """
         import torch
 
         blocks = self._stored.tensor(name + BLOCKS, rows=experts)
@@ -161,6 +163,6 @@ class Mxfp4Source:
         if scales != blocks[:3]:
             said = "missing" if scales is None else f"{list(scales)}"
             raise ModelError(
-                f"{self.where}: {name + SCALES} is {said}; {list(blocks[:3])} is needed beside {name + BLOCKS}"
+                f"{self.where}: {name + SCALES} is {said}; {list(blocks[:3])} is needed with {name + BLOCKS}"
             )
         return blocks[0], blocks[2] * GROUP, blocks[1]

@@ -15,7 +15,7 @@ from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:[/?#].*)?")
 NAME_ALONE = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.safetensors)")
-"""What may be a name on the hub whose organisation was left out."""
+"""Pattern of a possible hub name whose organisation was omitted."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MODEL_FILES = (CONFIG_FILE, "tokenizer.json", "*.safetensors", "*.gguf", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES))
 """A folder without any of these is not a model at all, whatever of it is missing."""
@@ -34,7 +34,7 @@ def model_path(model: str) -> Path:
 
 
 def not_loaded_from(model: str) -> str:
-    """Why a URI of another kind is no model here, and what to write or do."""
+    """Return the reason why a URI of another scheme is not a supported model, and what to do."""
     page = HUB_PAGE.fullmatch(model)
     if page is not None:
         return f"{model} is a page of the Hugging Face hub; write hf://{page['repo']}"
@@ -47,13 +47,13 @@ def not_loaded_from(model: str) -> str:
     scheme = model.partition("://")[0]
     return (
         f"{model}: models of {scheme}:// are not supported; copy it to this machine and give its folder or .gguf "
-        f"file, or "
-        f"name one of the Hugging Face hub, hf://ORG/NAME, of a bucket, s3://BUCKET/PREFIX, or of a registry, oci://REGISTRY/REPOSITORY:TAG"
+        f"file, or name one of the Hugging Face hub, hf://ORG/NAME, of a bucket, s3://BUCKET/PREFIX, or of a registry, "
+        f"oci://REGISTRY/REPOSITORY:TAG"
     )
 
 
 def check_is_there(path: Path) -> None:
-    """Raise ModelError, with what to do, where there is no model at all."""
+    """Raise ModelError, with what to do, if there is no model at the path."""
     if not path.exists():
         remedy = "give the path of a folder with safetensors or of a .gguf file"
         if HUB_NAME.fullmatch(str(path)):
@@ -76,8 +76,12 @@ def check_is_there(path: Path) -> None:
 def open_source(
     model: str, load_format: str = "auto", *, seed: int = 0, gguf_names: Mapping[str, GgufNames]
 ) -> WeightSource:
-    """Open the checkpoint. load_format auto takes safetensors before GGUF; `gguf_names` are those of the architectures
-    that are built (models/registry.py). Raises ModelError."""
+    """Open the checkpoint. With load_format auto, safetensors has priority over GGUF; `gguf_names` are those of the
+    supported architectures (models/registry.py).
+
+    Raises:
+        ModelError: there is no readable checkpoint.
+    """
     path = model_path(model)
     if load_format == "dummy":
         return DummySource(path, seed)
@@ -99,7 +103,7 @@ def open_source(
     if pickles:
         raise _pickle_refused(pickles[0])
     wanted = "safetensors or GGUF" if load_format == "auto" else load_format
-    raise ModelError(f"model {path}: no {wanted} file in it; use --load-format dummy to try a configuration alone")
+    raise ModelError(f"model {path}: no {wanted} file in it; use --load-format dummy to run without weights")
 
 
 def _pickle_refused(path: Path) -> ModelError:

@@ -1,4 +1,4 @@
-"""How a weight is multiplied as a checkpoint stores it, before any of it is read."""
+"""Packing formats with which weights are multiplied as stored; decided before any weight is read."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,6 @@ class Packing:
     form: str
     """The block's (trimtab_kernels.native.quantised)."""
     element_bytes: float
-    """Of a number, as it is held."""
+    """Bytes per number in memory."""
     order: bytes | None = None
     """The order of the inputs, where that is their own."""

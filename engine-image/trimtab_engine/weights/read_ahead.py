@@ -1,9 +1,8 @@
-"""Asks the system for the parts of files that will be wanted next, so that the disk reads while weights are converted
-and packed. Mapped files are read as they are touched: without this the disk waits for the processor, and the processor
-for the disk, by turns.
+"""Prefetches the next parts of weight files, so that the disk reads while weights are converted and packed. Mapped
+files are read on first access: without prefetching, disk and processor wait for each other in turn.
 
-A thread asks, since the system lets whoever asks wait while the disk has enough to do; and by pieces, since of one that
-is larger than it reads ahead by itself Linux takes the beginning alone.
+A thread does it, because the call blocks while the disk is busy; and in pieces, because Linux reads only the beginning
+of a piece that is larger than its own read-ahead.
 """
 
 import os
@@ -19,8 +18,8 @@ from threading import Thread
 from typing import Any
 from weakref import finalize
 
-AHEAD_BYTES = 256 << 20  # of the tensors behind the one that is wanted: what a disk reads in a tenth of a second or two
-PIECE_BYTES = 128 << 10  # what Linux reads ahead where nobody has set anything (queue/read_ahead_kb)
+AHEAD_BYTES = 256 << 20  # of the tensors after the wanted one: as much as a disk reads in a tenth of a second or two
+PIECE_BYTES = 128 << 10  # Linux's default read-ahead (queue/read_ahead_kb)
 NUMBER = re.compile(r"(\d+)")
 
 
@@ -29,13 +28,12 @@ class _Place:
     name: str
     file: Path
     first: int
-    """Where its bytes begin in the file."""
+    """Offset of its bytes in the file."""
     num_bytes: int
 
 
 class ReadAhead:
-    """What models load in the order of their layers, which is the order of names as people sort them; tables and what
-    else stands beside the layers come behind them."""
+    """Sort key for load order: layers in numerical order, then tables and other tensors outside the layers."""
 
     def __init__(self, files: Mapping[Path, Mapping[str, Any]]) -> None:
         """`files`: each file's header (safetensors_files.read_header)."""
@@ -49,12 +47,12 @@ class ReadAhead:
         self._keys = [_order(place.name) for place in self._places]
         self._asked: set[int] = set()
         self._asking: SimpleQueue[_Place | None] = SimpleQueue()
-        # Nobody waits for the thread: a load that fails ends at once, whatever is still to be asked for.
+        # Nothing joins the thread: a failed load ends at once, even if prefetches are pending.
         Thread(target=_ask_in_turn, args=(self._asking,), name="read-ahead", daemon=True).start()
         finalize(self, self._asking.put, None)
 
     def wanted(self, name: str) -> None:
-        """Ask for this one and those behind it, once each."""
+        """Prefetch this tensor and the following ones, once each."""
         room = AHEAD_BYTES
         for index in range(bisect_left(self._keys, _order(name)), len(self._places)):
             place = self._places[index]
@@ -80,13 +78,13 @@ def _data_begins(file: Path) -> int:
 
 
 def _ask_in_turn(asking: "SimpleQueue[_Place | None]") -> None:
-    """What is put there, until None is."""
+    """Iterate over the queue until None."""
     while (place := asking.get()) is not None:
         _ask(place)
 
 
 def _ask(place: _Place) -> None:
-    """Where that cannot be, the file is read as it is touched."""
+    """Advise the kernel; if that is not possible, the file is read on access."""
     with suppress(OSError):
         descriptor = os.open(place.file, os.O_RDONLY)
         try:

@@ -1,5 +1,6 @@
 """A folder with safetensors files. Headers are checked against the file sizes before anything is read, so that a
-truncated download is one clear line and not a crash later."""
+truncated download is one clear line and not a crash later.
+"""
 
 import json
 import struct
@@ -24,7 +25,7 @@ INTEGERS: Mapping[str, tuple[str, ...]] = {
     "I8": (".weight", "_zero_point"),
     "U8": ("_blocks", "_scales"),
 }
-"""By dtype, how the names of tensors end that hold integers (weights/four_bits.py, scaled.py, mxfp4.py)."""
+"""Name suffixes of integer tensors by dtype (weights/four_bits.py, scaled.py, mxfp4.py)."""
 MODELOPT_FILE = "hf_quant_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -47,14 +48,14 @@ class SafetensorsSource:
                 self._shapes[name] = tuple(entry["shape"])
         self._open: dict[Path, Any] = {}
         self._ahead: ReadAhead | None = None
-        """None: nothing says that all will be read."""
+        """None if nothing announced a full read."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return self._shapes
 
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
-        """A read-only view of the memory-mapped file; a part is read alone."""
+        """Return a read-only view of the memory-mapped file; a part is read by itself."""
         from safetensors import SafetensorError
 
         file = self._file_of.get(name)
@@ -96,7 +97,7 @@ class SafetensorsSource:
 
 
 def _with_modelopt(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json's words, with what ModelOpt says in a file of its own where config.json says nothing."""
+    """Return config.json, completed with ModelOpt's separate file if config.json has no quantisation."""
     said = read_json(folder / MODELOPT_FILE, required=False).get("quantization")
     if config.get("quantization_config") is not None or not isinstance(said, Mapping):
         return config

@@ -1,19 +1,18 @@
-"""Weights that are stored as float8 or integers with scales beside them, as compressed-tensors, AutoFP8 and ModelOpt
-write them, under the names and shapes that they had before: in blocks for the CPU's compiled products, or restored to
-float32.
+"""Weights stored as float8 or integers with scales, as compressed-tensors, AutoFP8 and ModelOpt write them, shown under
+their original names and shapes: as blocks for the CPU's compiled matmuls, or dequantised to float32.
 
 ```
 X.weight             [out, in] float8 (e4m3) or int8
-X.weight_packed      [out, in / 8] int32               integers in the place of X.weight: 4 bits each, 8 more than they
-                                                       are, or [out, in / 4] of 8 bits, 128 more
+X.weight_packed      [out, in / 8] int32               replaces X.weight: 4-bit integers plus 8,
+                                                       or [out, in / 4] 8-bit integers plus 128
 X.weight_scale       [] or [1], [out, 1], [out, groups] or [blocks of out, blocks of in]
-X.weight_zero_point  likewise int8; beside integers of 4 bits that are packed [out / 8, groups] int32
+X.weight_zero_point  like X.weight_scale, int8; with packed 4-bit integers [out / 8, groups] int32
 X.weight_g_idx       [in] int32                        the group of each input
 X.weight_shape       [2]                               of X.weight
-X.input_scale                                          of activations, which are not rounded here
+X.input_scale                                          of activations, which are not quantised here
 ```
 
-What is quantised is what has scales beside it: what config.json leaves out, or names and did not touch, is as it is.
+A tensor is quantised if and only if it has scales, independent of config.json's lists of modules.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
 WEIGHT, PACKED, SCALE, ZERO_POINT = ".weight", ".weight_packed", ".weight_scale", ".weight_zero_point"
 GROUPS, SHAPE = ".weight_g_idx", ".weight_shape"
 OF_ACTIVATIONS = (".input_scale", ".input_zero_point")
-"""Of no use where activations are not rounded."""
+"""Unused, since activations are not quantised."""
 PARTS = (PACKED, SCALE, ZERO_POINT, GROUPS, SHAPE, *OF_ACTIVATIONS)
 NAN = 0x7F
-"""Of float8 (e4m3), without its sign."""
+"""Largest float8 (e4m3) value."""
 
 
 class ScaledSource:
-    """Another source's tensors, of which those in parts are one."""
+    """Wrapper of another source that shows tensors stored in parts as one."""
 
     def __init__(self, stored: WeightSource, form: ScaledFormat, stored_name: Callable[[str], str] = str) -> None:
         """`stored_name`: what config.json calls a module that has another name here."""
@@ -56,12 +55,12 @@ class ScaledSource:
 
     @property
     def stored(self) -> WeightSource:
-        """Of which the parts are tensors of their own."""
+        """Names of tensors whose parts are separate tensors."""
         return self._stored
 
     @property
     def form(self) -> ScaledFormat:
-        """How they lie."""
+        """Storage layout of the parts."""
         return self._form
 
     @property
@@ -80,7 +79,7 @@ class ScaledSource:
         return self._stored.where
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See WeightSource; of what is in parts, the weight's."""
+        """See WeightSource; for a tensor in parts, the weight's."""
         return self._shapes
 
     def map_files(self) -> None:
@@ -88,12 +87,12 @@ class ScaledSource:
         self._stored.map_files()
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """How a weight is stored; None: as it is."""
+        """Return the format of a weight, or None if it is not quantised."""
         return self._schemes.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
 
     @property
     def is_in_blocks(self) -> bool:
-        """Whether the compiled products take any of it, by what config.json says."""
+        """Return True if the compiled matmuls accept any of the formats in config.json."""
         return any(self._is_taken(scheme) for scheme in self._schemes.values())
 
     @staticmethod
@@ -109,7 +108,7 @@ class ScaledSource:
         return None if scheme is None else scheme.word
 
     def packing(self, name: str, columns: Span | None = None) -> Packing | None:
-        """How these columns of a tensor are multiplied as they are stored; None where they are not."""
+        """Return the packing with which these columns of a tensor are multiplied as stored, or None."""
         scheme = self.scheme_of(name)
         if scheme is None or not self._is_taken(scheme):
             return None
@@ -128,7 +127,8 @@ class ScaledSource:
 
     def blocks(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "QuantisedBlocks | None":
         """A matrix in blocks, or a part of it. None where it is not multiplied so: see `packing`, and scales of groups
-        that float16 does not hold."""
+        that float16 does not hold.
+        """
         scheme = self.scheme_of(name)
         if scheme is None or self.packing(name, columns) is None:
             return None
@@ -143,7 +143,7 @@ class ScaledSource:
         return QuantisedBlocks(FLOAT8, values.view(torch.uint8), self._scales(stem, scheme, rows, columns)[:, 0])
 
     def tensor(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> "torch.Tensor":
-        """See WeightSource; what is in parts becomes float32."""
+        """See WeightSource; tensors in parts become float32."""
         scheme = self.scheme_of(name)
         if scheme is None:
             return self._stored.tensor(name, rows=rows, columns=columns)
@@ -159,10 +159,14 @@ class ScaledSource:
         return rows or (0, height), columns or (0, width)
 
     def _scheme(self, stem: str) -> Scheme:
-        """How a module is stored that has parts. Raises ModelError."""
+        """Return the format of a module that is stored in parts.
+
+        Raises:
+            ModelError: a part is missing.
+        """
         held = self._stored.shapes()
         if stem + SCALE not in held:
-            raise ModelError(f"{self.where}: {stem + SCALE} is missing beside {stem + PACKED}")
+            raise ModelError(f"{self.where}: {stem + SCALE} is missing, but {stem + PACKED} exists")
         scheme = self._form.target_of(self._stored_name(stem)) or self._form.target_of(stem)
         if scheme is None:
             raise ModelError(
@@ -170,7 +174,7 @@ class ScaledSource:
             )
         values = stem + (PACKED if scheme.is_packed else WEIGHT)
         if values not in held:
-            raise ModelError(f"{self.where}: {values} is missing beside {stem + SCALE}")
+            raise ModelError(f"{self.where}: {values} is missing, but {stem + SCALE} exists")
         return scheme
 
     def _checked_shape(self, stem: str) -> tuple[int, int]:
@@ -193,13 +197,16 @@ class ScaledSource:
             if found not in shapes:
                 said = "missing" if found is None else f"{list(found)}"
                 raise ModelError(
-                    f"{self.where}: {stem + part} is {said}; {list(shapes[0])} is needed ({scheme.word}) beside "
-                    f"{values}"
+                    f"{self.where}: {stem + part} is {said}; {list(shapes[0])} is needed ({scheme.word}) with {values}"
                 )
         return out, size
 
     def _groups(self, stem: str, scheme: Scheme, columns: Span) -> "torch.Tensor":
-        """Which of its row's scales each of these columns has. Raises ModelError for one that is not there."""
+        """Return the group of each of these columns.
+
+        Raises:
+            ModelError: a group does not exist.
+        """
         import torch
 
         if scheme.is_ordered:
@@ -235,7 +242,7 @@ class ScaledSource:
 
     @staticmethod
     def _of_rows(factors: "torch.Tensor", scheme: Scheme, rows: Span) -> "torch.Tensor":
-        """Scales or zero points of these rows [rows, those of a row]."""
+        """Return scales or zero points of these rows [rows, groups]."""
         import torch
 
         if scheme.strategy == "tensor":
@@ -276,7 +283,7 @@ class ScaledSource:
         if stem + SHAPE in self._stored.shapes():
             said, found = self._stored.tensor(stem + SHAPE).flatten().tolist(), list(self._shapes[stem + WEIGHT])
             if said != found:
-                raise ModelError(f"{self.where}: {stem + SHAPE} says {said}, but {name} holds {found}")
+                raise ModelError(f"{self.where}: {stem + SHAPE} is {said}, but {name} has {found}")
         first, last = columns[0] // in_a_word, -(-columns[1] // in_a_word)
         words = self._stored.tensor(name, rows=rows, columns=(first, last))
         if words.dtype != torch.int32:
@@ -287,7 +294,7 @@ class ScaledSource:
 
 
 def _other_shapes(scheme: Scheme, scales: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """In which scales are stored too."""
+    """Integer type that may also hold scales."""
     if scheme.strategy == "tensor":
         return [(), (1, 1)]
     return [scales[:1]] if scheme.strategy == "channel" else []

@@ -1,4 +1,4 @@
-"""What every weight format offers, and the choice of the format. No torch at import, so that facts need none."""
+"""Interface of weight formats, and the choice of the format. No torch at import, so that model facts do not need it."""
 
 import json
 from collections.abc import Mapping

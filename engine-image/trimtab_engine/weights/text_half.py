@@ -1,5 +1,5 @@
-"""The two halves of a checkpoint that sees images too: the text half's words in config.json, its tensors under the
-names that a checkpoint of text alone has; and the towers' tensors.
+"""The two halves of a vision-language checkpoint: the language model's configuration and its tensors under the names of
+a text-only checkpoint, and the vision encoder's tensors.
 
 ```
                                    text half               towers
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 PREFIXES = (("model.language_model.", "model."), ("model.text_model.", "model."), ("language_model.", ""))
-"""How names begin, and what stands for it."""
+"""Name prefixes and their replacements."""
 OUTPUT = "lm_head."
 TOWERS = re.compile(r"(model\.)?(vision_model|vision_tower|visual|multi_modal_projector)\.")
-"""How the names of what only images pass begin."""
+"""Name prefixes of modules that only images pass through."""
 
 
 class Half:
@@ -55,7 +55,7 @@ class Half:
         return {name: whole[stored] for name, stored in self._stored_names.items()}
 
     def stored_module(self, module: str) -> str:
-        """What the whole checkpoint calls it."""
+        """Return the tensor's name in the whole checkpoint."""
         for ending in (".weight_packed", ".weight"):
             stored = self._stored_names.get(module + ending)
             if stored is not None:
@@ -77,13 +77,13 @@ def text_half(whole: WeightSource) -> Half:
 
 
 def tower_half(whole: WeightSource) -> Half:
-    """Its towers alone, by names without what all of them begin with."""
+    """Shows the vision encoder's tensors only, without their common prefix."""
     found = ((TOWERS.match(name), name) for name in whole.shapes())
     return Half(whole, {name[match.end() :]: name for match, name in found if match is not None})
 
 
 def text_half_of_transformers(whole: WeightSource) -> Half:
-    """The text half of a checkpoint whose tower transformers' code computes."""
+    """The language model of a checkpoint whose vision encoder transformers' code computes."""
     return Half(whole, {_plain(name): name for name in whole.shapes() if _is_text(name)})
 
 

@@ -84,7 +84,7 @@ def test_equal_files_are_one_adapter_and_others_are_another(tmp_path: Path) -> N
         ({"tensors": {f"{QUERY}.lora_A.weight": torch.ones(6, 8)}}, "has the tensor model.layers.0"),
     ],
 )
-def test_what_is_more_than_two_factors_is_refused_by_name(tmp_path: Path, changes: Any, message: str) -> None:
+def test_adapter_beyond_two_factors_is_rejected(tmp_path: Path, changes: Any, message: str) -> None:
     with pytest.raises(NotSupportedError, match=message):
         opened(tmp_path, **changes)
 
@@ -100,14 +100,14 @@ def test_what_is_more_than_two_factors_is_refused_by_name(tmp_path: Path, change
         {"lora_bias": None},
     ],
 )
-def test_what_makes_no_difference_to_the_product_is_taken(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_adapter_fields_without_effect_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert len(opened(tmp_path, **changes).modules) == 2
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"r": 3}, "says rank 3 for model.layers.0.self_attn.q_proj, whose tensors have 4"),
+        ({"r": 3}, "rank 3 of model.layers.0.self_attn.q_proj differs from its tensors' \\(4\\)"),
         ({"r": 0}, "r is 0; it must be a number above 0"),
         ({"r": True}, "r is True"),
         ({"lora_alpha": "8"}, "lora_alpha is 8; it must be a number"),
@@ -138,7 +138,7 @@ def test_what_makes_no_difference_to_the_product_is_taken(tmp_path: Path, change
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused_with_the_place(tmp_path: Path, changes: Any, message: str) -> None:
+def test_contradictory_adapter_is_rejected_with_its_file(tmp_path: Path, changes: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         opened(tmp_path, **changes)
 

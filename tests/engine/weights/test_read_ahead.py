@@ -52,7 +52,7 @@ def layers(names: list[str]) -> list[int]:
     return [int(name.split(".")[2]) for name in names]
 
 
-def test_what_follows_is_asked_for_once_in_the_order_of_the_layers(
+def test_following_tensors_are_prefetched_once_in_layer_order(
     folder: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 3 * ROWS * 8 * 4)
@@ -84,9 +84,7 @@ def test_a_place_is_where_the_numbers_are(folder: Path) -> None:
         assert torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() == [float(place.name.split(".")[2])] * 32
 
 
-def test_all_of_a_large_tensor_is_asked_for_in_pieces_that_the_system_takes_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tensor_is_prefetched_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, first, size, advice: pieces.append((first, size)))
     size = 3 * read_ahead.PIECE_BYTES + 5
@@ -95,9 +93,7 @@ def test_all_of_a_large_tensor_is_asked_for_in_pieces_that_the_system_takes_whol
     assert [num_bytes for _, num_bytes in pieces] == [read_ahead.PIECE_BYTES] * 3 + [5]
 
 
-def test_whoever_wants_a_tensor_does_not_wait_until_the_disk_takes_more(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensor_read_does_not_wait_for_prefetching(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_free, took = threading.Event(), threading.Event()
 
     def ask(place: read_ahead._Place) -> None:

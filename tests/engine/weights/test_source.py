@@ -60,7 +60,7 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
     assert "which is not in" in refusal(tmp_path)
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     assert "there is no model at" in refusal(tmp_path / "missing")
     assert "neither config.json with safetensors nor a .gguf file" in refusal(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
