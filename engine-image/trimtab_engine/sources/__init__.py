@@ -1,5 +1,5 @@
-"""Models that are elsewhere, by name: a pinned version of their files, fetched into a cache that engines may share.
+"""Remote models by name: a pinned version of their files, downloaded into a cache that engines can share.
 
-hf://, s3:// and oci:// differ in what lists the files and gives their bytes, a `Source` each (`hub`, `s3`, `registry`);
-all else, from the lock to the last checksum, is the same code for all.
+Each of hf://, s3:// and oci:// has a `Source` (`hub`, `s3`, `registry`) that lists files and reads their bytes; locks,
+transfers and checksums are shared code.
 """

@@ -1,12 +1,12 @@
-"""The cache of fetched models, in the hub's own form, so that what `hf download` fetched is found here and vice versa.
-What came from elsewhere lies beside it: s3--NAME--DIGEST, oci--NAME--DIGEST, with a pin in the place of the commit.
+"""Cache of fetched models in huggingface_hub's layout, so that it is shared with `hf download`. Models of other sources
+are in s3--NAME--DIGEST and oci--NAME--DIGEST, with a pin instead of the commit.
 
-ROOT/models--ORG--NAME/blobs/DIGEST            a file's bytes, whole and checked; DIGEST.incomplete until then
-                      /snapshots/COMMIT/NAME   links to them: what is loaded
-                      /refs/REVISION           which commit a branch or tag meant when it was last asked for
-                      /.trimtab/COMMIT.json    written once all files of a commit are here
-                               /COMMIT.use     locked by every engine that runs on it; its time: when one last began
-                               /fetching       locked by whoever fetches; progress.json: how far that is
+ROOT/models--ORG--NAME/blobs/DIGEST            a complete, verified file; DIGEST.incomplete until then
+                      /snapshots/COMMIT/NAME   links to blobs; the path that is loaded
+                      /refs/REVISION           commit of a branch or tag at the last query
+                      /.trimtab/COMMIT.json    written when all files of a commit are complete
+                               /COMMIT.use     locked by every engine that runs it; mtime: the last start
+                               /fetching       locked during a download; progress.json: its progress
 """
 
 import json
@@ -26,7 +26,7 @@ from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
 OWN = ".trimtab"
 INCOMPLETE = ".incomplete"
-SPARE_BYTES = 64 << 20  # left free for links, records and whatever else the volume holds
+SPARE_BYTES = 64 << 20  # reserve for links, records and other data of the volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +62,35 @@ class Shelf:
         return self.own / f"{_in_names(commit)}.json"
 
     def fetching(self) -> FolderLock:
-        """The lock of whoever fetches something of this model."""
+        """Return the lock that a download of this model holds."""
         return FolderLock(self.own / "fetching")
 
     def use(self, commit: str) -> FolderLock:
-        """The lock of those who run on this commit; they share it."""
+        """Return the lock that engines running this commit share."""
         return FolderLock(self.used(commit))
 
     def used(self, commit: str) -> Path:
-        """The file whose time says when an engine last began to run on it."""
+        """Return the file whose mtime is the last start of an engine on it."""
         return self.own / f"{_in_names(commit)}.use"
 
-    # --- what is here ---------------------------------------------------------------------------------------------
+    # --- reading --------------------------------------------------------------------------------------------------
 
     def has(self, file: RemoteFile) -> bool:
-        """Whether all of the file is here. A blob gets its name when it is complete and checked."""
+        """Return True if the file is complete. A blob is renamed to its digest when it is complete and verified."""
         try:
             return self.blob(file).stat().st_size == file.size
         except OSError:
             return False
 
     def begun_bytes(self, file: RemoteFile) -> int:
-        """How much of it is here."""
+        """Return the number of bytes already downloaded."""
         for path in (self.blob(file), self.incomplete(file)):
             if path.exists():
                 return min(path.stat().st_size, file.size)
         return 0
 
     def is_complete(self, commit: str, gguf: str | None) -> bool:
-        """Whether a record says that everything was fetched, and the files are still there, whole."""
+        """Return True if a record lists a complete download, and its files still exist with the right sizes."""
         try:
             files = json.loads(self.record(commit).read_text(encoding="utf-8"))["files"]
             if gguf is not None and gguf not in files:
@@ -100,7 +100,7 @@ class Shelf:
             return False
 
     def looks_complete(self, commit: str, gguf: str | None) -> bool:
-        """The same of what something else has put here, without a record: as far as the files themselves can tell."""
+        """Return True if another tool's download, without a record, looks complete."""
         folder = self.snapshot(commit)
         if gguf is not None:
             return all((folder / part).exists() for part in parts_of(gguf))
@@ -112,7 +112,7 @@ class Shelf:
         return all((folder / str(name)).exists() for name in set(names))
 
     def commit_of(self, model: RemoteModel) -> str | None:
-        """The pin that its revision meant when the source was last asked; None: it never was."""
+        """Return the pin of the revision when the source was last queried, or None if it never was."""
         if model.is_pinned:
             return model.revision
         try:
@@ -120,7 +120,7 @@ class Shelf:
         except OSError:
             return None
 
-    # --- what is put here -----------------------------------------------------------------------------------------
+    # --- writing --------------------------------------------------------------------------------------------------
 
     def link(self, commit: str, file: RemoteFile) -> None:
         """Show a complete file under its own name."""
@@ -134,14 +134,14 @@ class Shelf:
         _write(self.folder / "refs" / revision, commit)
 
     def note_complete(self, commit: str, files: Iterable[RemoteFile]) -> None:
-        """All of them are here. What a record said before of further files stays said."""
+        """Record a complete download. Files from an earlier record are kept in the record."""
         known: dict[str, int] = {}
         if self.is_complete(commit, None):
             known = json.loads(self.record(commit).read_text(encoding="utf-8"))["files"]
         _write(self.record(commit), json.dumps({"files": known | {file.name: file.size for file in files}}))
 
     def forget(self, files: Iterable[RemoteFile], *, kept: Iterable[RemoteFile]) -> None:
-        """Delete what was only needed on the way, and what no other version shows either."""
+        """Delete intermediate files that no other version links to."""
         needed = {file.digest for file in kept}
         shown = self.shown()
         for file in files:
@@ -156,7 +156,7 @@ class Shelf:
         _write(self.own / "progress.json", json.dumps(asdict(progress)))
 
     def progress_elsewhere(self, model: RemoteModel) -> Progress:
-        """How far whoever holds the lock says to be."""
+        """Return the progress reported by the process that holds the lock."""
         try:
             said = json.loads((self.own / "progress.json").read_text(encoding="utf-8"))
             rate = None if said["rate"] is None else float(said["rate"])
@@ -171,7 +171,7 @@ def _in_names(commit: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing, also for those who read meanwhile."""
+    """Write atomically for concurrent readers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.new")
     beside.write_text(text, encoding="utf-8")
@@ -182,8 +182,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def make_room(root: Path, shelf: Shelf, model: RemoteModel, missing: int, limit: int | None) -> None:
-    """See to it that `missing` more bytes fit: on the volume, and into `limit` bytes of the whole cache. With a limit,
-    models that nobody runs go, the longest unused first. Raises ModelError when that is not enough."""
+    """Make room for `missing` more bytes: on the volume, and within `limit` bytes of the whole cache. With a limit,
+    unused models are evicted, least recently used first.
+
+    Raises:
+        ModelError: there is not enough room.
+    """
     if not missing:
         return
     lacking = _lacking(root, missing, limit)
@@ -198,7 +202,7 @@ def make_room(root: Path, shelf: Shelf, model: RemoteModel, missing: int, limit:
 
 
 def used_bytes(root: Path) -> int:
-    """What the files of all models in the cache take."""
+    """Return the size of all models in the cache."""
     return sum(_size(path) for shelf in Shelf.all_in(root) for path in shelf.folder.glob("blobs/*"))
 
 
@@ -222,8 +226,9 @@ def _too_small(root: Path, model: RemoteModel, missing: int, limit: int | None) 
 
 
 def _by_last_use(root: Path, wanted: Shelf) -> Sequence[tuple[Shelf, str]]:
-    """Models that were used, or begun and given up, the longest unused first. Not among them are what is here of the
-    one that is being fetched, and what something else has put here."""
+    """Return evictable models (used, or partly downloaded), least recently used first. Excludes the model being fetched
+    and files from other tools.
+    """
     found = [
         (_time(shelf.used(path.stem)), shelf, path.stem)
         for shelf in Shelf.all_in(root)
@@ -235,7 +240,7 @@ def _by_last_use(root: Path, wanted: Shelf) -> Sequence[tuple[Shelf, str]]:
 
 
 def _evict(shelf: Shelf, commit: str) -> None:
-    """Delete a commit that nobody runs, of a model of which nothing is being fetched; else leave it."""
+    """Delete a commit, unless an engine runs on it or a download of its model is in progress."""
     with shelf.fetching() as fetching, shelf.use(commit) as use:
         if not fetching.take() or not use.take():
             return

@@ -27,24 +27,28 @@ logger = logging.getLogger("trimtab_engine.sources")
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A model that is here: `path` is what is loaded. As long as `lease` is open nobody evicts it."""
+    """A model in the cache: `path` is the path to load. While `lease` is open it is not evicted."""
 
     model: RemoteModel
     path: Path
     commit: str
     lease: FolderLock | None
     downloaded: Downloaded | None = None
-    """None: all of it was here, or another engine has fetched it."""
+    """None if all of it was cached, or another engine has fetched it."""
 
     def close(self) -> None:
-        """Nobody runs on it any more."""
+        """Release the lease."""
         if self.lease is not None:
             self.lease.close()
 
 
 def fetch(model: RemoteModel, options: FetchOptions, on_progress: OnProgress = lambda progress: None) -> Fetched:
-    """Find the model in the cache or fetch it. A pinned one that is complete there asks nobody. Raises ModelError or
-    ConfigError with what to do."""
+    """Find the model in the cache or fetch it. A pinned, complete model needs no request.
+
+    Raises:
+        ModelError: the model cannot be fetched, with what to do.
+        ConfigError: the options are invalid, with what to do.
+    """
     from trimtab_engine.sources.known import default_cache, source_of
 
     root = options.folder or default_cache()
@@ -61,7 +65,7 @@ def fetch(model: RemoteModel, options: FetchOptions, on_progress: OnProgress = l
 def _asked(
     source: Source, shelf: Shelf, model: RemoteModel, root: Path, options: FetchOptions, on_progress: OnProgress
 ) -> Fetched:
-    """What the source says, fetched; what the cache has where the source says nothing."""
+    """Fetch the source's version; fall back to the cached version if the source does not respond."""
     why_not = source.forbidden()
     if why_not is not None:
         return _kept(shelf, model, source, why_not)
@@ -90,7 +94,7 @@ def _on_shelf(shelf: Shelf, model: RemoteModel, commit: str) -> Fetched | None:
 
 
 def _lease(shelf: Shelf, commit: str) -> FolderLock | None:
-    """Keep others from evicting the commit. None where the cache cannot be written: nobody can evict there either."""
+    """Hold the commit against eviction. None if the cache is read-only, as nothing can be evicted there."""
     try:
         lease = shelf.use(commit)
     except ConfigError:
@@ -106,7 +110,11 @@ def _result(shelf: Shelf, model: RemoteModel, commit: str, lease: FolderLock | N
 
 
 def _kept(shelf: Shelf, model: RemoteModel, source: Source, why: str) -> Fetched:
-    """What the cache has without anybody being asked. Raises ModelError where it has not all of it."""
+    """Return the cached version without any request.
+
+    Raises:
+        ModelError: the cached version is incomplete.
+    """
     commit = shelf.commit_of(model)
     if commit is not None and (shelf.is_complete(commit, model.file) or shelf.looks_complete(commit, model.file)):
         return _result(shelf, model, commit, _lease(shelf, commit))
@@ -143,7 +151,7 @@ def _fetched(
 def _fill_shelf(
     source: Source, shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, on_progress: OnProgress
 ) -> None:
-    """Texts first: the index among them says which weights there are. What does not fit is refused before these."""
+    """Fetch text files first: the index among them lists the weights. Check for room before fetching weights."""
     on_the_way = listing.archives
     if listing.archives:
         listing, written = _with_unpacked(source, shelf, listing, root, options, on_progress)
@@ -167,7 +175,8 @@ def _with_unpacked(
     source: Source, shelf: Shelf, listing: Listing, root: Path, options: FetchOptions, on_progress: OnProgress
 ) -> tuple[Listing, tuple[RemoteFile, ...]]:
     """The listing with the files out of its archives, and all of these files. For a while archives and files are
-    here."""
+    here.
+    """
     from trimtab_engine.sources.unpack import with_unpacked
 
     missing = sum(2 * archive.size - shelf.begun_bytes(archive) for archive in listing.archives)
@@ -178,7 +187,7 @@ def _with_unpacked(
 
 
 def _told_to_all(shelf: Shelf, on_progress: OnProgress) -> OnProgress:
-    """Progress that whoever waits for the lock reads, too."""
+    """Record progress, which processes waiting for the lock read too."""
 
     def tell(progress: Progress) -> None:
         shelf.note_progress(progress)
@@ -218,7 +227,7 @@ def _transferred(
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What tells what a model is without its weights: a folder with its configuration, and the weights' sizes."""
+    """A model's metadata without weights: a folder with its configuration, and the weights' sizes."""
 
     folder: Path
     commit: str
@@ -227,8 +236,11 @@ class Description:
 
 
 def describe(model: RemoteModel, options: FetchOptions, folder: Path) -> Description:
-    """Fetch configuration and index alone, into `folder`. Raises ModelError where there is no model, or
-    none whose weights could be loaded."""
+    """Fetch only configuration and index into `folder`.
+
+    Raises:
+        ModelError: there is no model, or none with supported weights.
+    """
     from trimtab_engine.sources.known import source_of
 
     with closing(source_of(model, options)) as source:

@@ -1,6 +1,6 @@
-"""Which files of a model are fetched: weights that can be loaded, and the small texts that a model needs. Pure.
+"""Selection of a model's files to fetch: supported weights, and the small text files that a model needs. Pure.
 
-Never code, and never what has to be unpickled: a model that has nothing else is refused by name.
+Never code or pickle files: a model that has only those is rejected with the reason.
 """
 
 import json
@@ -17,12 +17,12 @@ from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 """Configuration, tokenizer and chat template; `.model` is SentencePiece's tokenizer."""
 LOADED_SUFFIXES = (*TEXT_SUFFIXES, ".safetensors", ".gguf")
-"""What may be fetched at all."""
+"""Suffixes of files that may be fetched."""
 MAX_TEXT_BYTES = 128 << 20  # the largest tokenizers have some 35 MB
 POOLING_MODULE = re.compile(r"\d+_Pooling/config\.json")
-"""The one text in a folder of its own that is read: how sentence-transformers pools (models/pooler.py)."""
+"""The only text file fetched from a subfolder: sentence-transformers' pooling method (models/pooler.py)."""
 OTHER_INDEX = ".index.json"
-"""Ends the names of indices; of these only the one of the safetensors files says anything here."""
+"""Suffix of index files; only the safetensors index is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class RemoteFile:
     size: int
     digest: str
     etag: str = ""
-    """Of an object of a bucket: what it is given for, so that another one of the same name never is."""
+    """ETag of an object in a bucket: the request requires it, so that a replaced object is never read."""
     version: str | None = None
-    """Of an object that has been overwritten since, in a bucket that keeps versions."""
+    """Version of an object that was overwritten, in a bucket with versioning."""
     form: str = ""
-    """Of a layer that is an archive: how it is compressed, `gz` or not at all."""
+    """Compression of a layer that is an archive: `gz` or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,9 @@ class Listing:
 
 
 def texts(listing: Listing) -> tuple[RemoteFile, ...]:
-    """The small files beside the weights. Folders within it hold other forms of the model and are left out, but for how
-    its hidden states are pooled."""
+    """Small files next to the weights. Subfolders contain other formats of the model and are skipped, except for the
+    pooling configuration.
+    """
     return tuple(
         file
         for file in listing.files
@@ -69,7 +70,8 @@ def texts(listing: Listing) -> tuple[RemoteFile, ...]:
 
 def weights(listing: Listing, index: str | None) -> tuple[RemoteFile, ...]:
     """The files with the weights. `index` is the text of INDEX_FILE where there is one. Raises ModelError
-    where there are none that can be loaded, or several to choose from."""
+    where there are none that can be loaded, or several to choose from.
+    """
     model = listing.model
     if model.file is not None:
         return _in_parts(listing, model.file)
@@ -123,7 +125,7 @@ def _nothing_to_load(model: RemoteModel, files: Sequence[RemoteFile]) -> ModelEr
     if pickles:
         offered = " (the hub's own conversion is often offered as refs/pr/N)" if model.scheme is Scheme.HUB else ""
         return ModelError(
-            f"{model}: has its weights in {pickles[0]} alone; pickle formats ({', '.join(PICKLE_SUFFIXES)}) can run "
+            f"{model}: has weights in {pickles[0]} only; pickle formats ({', '.join(PICKLE_SUFFIXES)}) can run "
             f"code and are never loaded: use another model or revision, with safetensors{offered}, or convert it"
         )
     return ModelError(f"{model}: has neither safetensors nor a .gguf file; name a place that holds a model")

@@ -1,8 +1,8 @@
-"""The Hugging Face hub, or a mirror of it: what it says of a model, its bytes, and why it says nothing. Addresses,
-tokens and proxies are huggingface_hub's own, from HF_ENDPOINT, HF_TOKEN or HF_TOKEN_PATH, HTTPS_PROXY and their like.
+"""The Hugging Face hub or a mirror: model listing, downloads, and error messages. Addresses, tokens and proxies are
+huggingface_hub's own, from HF_ENDPOINT, HF_TOKEN or HF_TOKEN_PATH, HTTPS_PROXY etc.
 
-huggingface_hub's own downloads begin a file anew with every process. A pod that ends in the middle of a shard of 5 GB
-must not, so the bytes go through its HTTP client into a file of ours.
+huggingface_hub's own downloads restart a file in every process. A pod killed in the middle of a 5 GB shard must resume
+it, so the bytes go through huggingface_hub's HTTP client into a file that is managed here.
 """
 
 import hashlib
@@ -45,19 +45,19 @@ SHA256_LENGTH = 64  # hex digits; the hub's other digest is git's SHA-1, of smal
 
 
 def say_errors_alone() -> None:
-    """Keep what huggingface_hub says of every request and every cut out of a server's log, which has its own words."""
+    """Suppress huggingface_hub's log lines for requests and retries; the server logs its own."""
     for name in ("httpx2", "huggingface_hub"):  # the latter sets its level when it is imported: here that is done
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def default_cache() -> str:
-    """Where huggingface_hub keeps what it fetches: HF_HUB_CACHE, or below HF_HOME."""
+    """Return huggingface_hub's cache folder: HF_HUB_CACHE, or below HF_HOME."""
     return str(constants.HF_HUB_CACHE)
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """The hub at `endpoint`; None: at the one that HF_ENDPOINT names."""
+    """The hub at `endpoint`; None for HF_ENDPOINT."""
 
     endpoint: str | None = None
 
@@ -66,12 +66,12 @@ class HubSource:
         return f"the hub at {_address(self.endpoint)}"
 
     def forbidden(self) -> str | None:
-        return f"the hub is not asked, as {OFFLINE}: unset it" if constants.is_offline_mode() else None
+        return f"the hub is not used, as {OFFLINE}: unset it" if constants.is_offline_mode() else None
 
     def ask(self, model: RemoteModel, *, patient: bool = True) -> Listing:
         if self.forbidden() is not None:
             raise SourceSilent(
-                f"{model}: the hub is not asked, as {OFFLINE}; unset it, or, where the cache has the model, give "
+                f"{model}: the hub is not used, as {OFFLINE}; unset it, or, where the cache has the model, give "
                 f"the folder that trimtab-engine fetch {model} prints"
             )
         return patiently(lambda: self._ask_once(model), patient=patient)
@@ -130,8 +130,9 @@ class HubSource:
 
 
 class _AsFile:
-    """What comes in, as huggingface_hub writes to a file. Where a server did not go on where it was asked to, it goes
-    back to the beginning."""
+    """File object for huggingface_hub's download. If a server ignores the range request, it restarts at the
+    beginning.
+    """
 
     def __init__(self, arriving: Arriving) -> None:
         self._arriving = arriving
@@ -159,7 +160,7 @@ def _listing(model: RemoteModel, info: object, endpoint: str | None) -> Listing:
         size = sibling.size if sibling.lfs is None else sibling.lfs.size
         if size is None or not digest:
             raise ModelError(
-                f"{model}: {_address(endpoint)} does not say size and digest of {sibling.rfilename}, so that nothing "
+                f"{model}: {_address(endpoint)} has no size and digest for {sibling.rfilename}, so that nothing "
                 f"could be checked; use a mirror that passes on ?blobs=true, or the hub itself"
             )
         if DIGEST.fullmatch(str(digest)) is None:
@@ -169,9 +170,7 @@ def _listing(model: RemoteModel, info: object, endpoint: str | None) -> Listing:
             )
         files.append(RemoteFile(sibling.rfilename, int(size), str(digest)))
     if PINS[Scheme.HUB].fullmatch(str(commit)) is None:
-        raise ModelError(
-            f"{model}: {_address(endpoint)} does not say its commit; use another mirror, or the hub itself"
-        )
+        raise ModelError(f"{model}: {_address(endpoint)} has no commit for it; use another mirror, or the hub itself")
     if model.is_pinned and commit != model.revision:
         raise ModelError(
             f"{model}: {_address(endpoint)} answers with the commit {commit}; use another mirror, or the hub itself"
@@ -180,7 +179,7 @@ def _listing(model: RemoteModel, info: object, endpoint: str | None) -> Listing:
 
 
 def _refused(model: RemoteModel, error: HfHubHTTPError, endpoint: str | None) -> ModelError:
-    """What the hub's refusal means, and who does what now."""
+    """Return the message for an HTTP error, with what to do."""
     status, page = error.response.status_code, f"{_address(endpoint)}/{model.place}"
     has_token = get_token() is not None
     give = "HF_TOKEN, or spec.model.tokenSecretRef in an InferenceDeployment"
@@ -191,7 +190,7 @@ def _refused(model: RemoteModel, error: HfHubHTTPError, endpoint: str | None) ->
         then = "" if has_token else f", then give a token of it: {give}"
         return ModelError(f"{model}: is gated ({status}); accept its terms at {page} with {whose}{then}")
     if isinstance(error, RepositoryNotFoundError):
-        seen = "that this token may read" if has_token else "that everybody may read"
+        seen = "that this token may read" if has_token else "that is public"
         then = "give a token that may read it" if has_token else f"give a token: {give}"
         return ModelError(
             f"{model}: the hub has no such model {seen} ({status}); see whether {page} is spelt so, and if it is "

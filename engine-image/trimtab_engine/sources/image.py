@@ -1,7 +1,7 @@
-"""What a manifest of a registry says: which layers are files of a model, and which are archives of such files. Pure.
+"""Parsing of OCI manifests: layers that are model files, and layers that are archives of such files. Pure.
 
-A layer is a file where it has a name (ORAS: org.opencontainers.image.title; ModelPack: …model.filepath) and is no
-archive; layers of images, ModelKits and ModelPacks are tar archives, whose files count from the last layer down.
+A layer is a file if it has a name (ORAS: org.opencontainers.image.title; ModelPack: …model.filepath) and is not an
+archive; layers of images, ModelKits and ModelPacks are tar archives, in which files of later layers win.
 """
 
 import json
@@ -30,7 +30,7 @@ PATHS = ("org.cncf.model.filepath", "org.cnai.model.filepath")
 TITLE = "org.opencontainers.image.title"
 IS_FOLDER = "io.deis.oras.content.unpack"  # ORAS packed a folder, under the title of that folder
 NO_MODEL = re.compile(r"\.(?:dataset|code|docs?|license|prompt|bundle)(?:\.|$)")
-"""In the types of layers that ModelKits and ModelPacks have beside the model."""
+"""Media type parts of ModelKit and ModelPack layers other than the model."""
 ARCHIVE = re.compile(r"[.+]tar(?:[.+](?P<packed>gzip|zstd))?$")
 DIGEST = re.compile(r"sha256:(?P<hex>[0-9a-f]{64})")
 MACHINES = {"x86_64": "amd64", "AMD64": "amd64", "aarch64": "arm64"}
@@ -39,7 +39,8 @@ MAX_LAYERS = 10_000
 
 def chosen_manifest(model: RemoteModel, index: Mapping[str, Any]) -> str:
     """The digest of the manifest that is meant of an index's: its only one, or that for this machine. A model is the
-    same for all, so where none is for this machine the first will do."""
+    same for all, so where none is for this machine the first will do.
+    """
     entries = [entry for entry in _objects(index.get("manifests")) if entry.get("mediaType") in MANIFEST_TYPES]
     platforms = [entry.get("platform") or {} for entry in entries]
     images = [(entry, at) for entry, at in zip(entries, platforms, strict=True) if at.get("os") != "unknown"]
@@ -50,8 +51,11 @@ def chosen_manifest(model: RemoteModel, index: Mapping[str, Any]) -> str:
 
 
 def layers_of(model: RemoteModel, manifest: Mapping[str, Any]) -> tuple[tuple[RemoteFile, ...], tuple[RemoteFile, ...]]:
-    """The layers that are files, and those that are archives, lower ones first. Raises ModelError where there are
-    neither, with the types that there are."""
+    """Return the layers that are files, and those that are archives, lower layers first.
+
+    Raises:
+        ModelError: there are neither; the message has the types found.
+    """
     files: list[RemoteFile] = []
     archives: list[RemoteFile] = []
     others: list[str] = []
@@ -88,7 +92,8 @@ def layers_of(model: RemoteModel, manifest: Mapping[str, Any]) -> tuple[tuple[Re
 
 def in_its_folder(model: RemoteModel, files: Sequence[RemoteFile]) -> tuple[RemoteFile, ...]:
     """The files under their names in the model's own folder: the highest one that holds weights. Raises ModelError
-    where several are equally high."""
+    where several are equally high.
+    """
     for wanted in ((".safetensors", ".gguf"), PICKLE_SUFFIXES, (CONFIG_FILE,)):
         folders = {posixpath.dirname(file.name) for file in files if file.name.endswith(wanted)}
         if folders:
@@ -110,12 +115,16 @@ def plain_name(written: str) -> str | None:
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a file of an archive is worth unpacking."""
+    """Return True if a file of an archive should be unpacked."""
     return name.endswith(LOADED_SUFFIXES)
 
 
 def parsed(model: RemoteModel, text: bytes) -> Mapping[str, Any]:
-    """A manifest. Raises ModelError for what is none."""
+    """Return the parsed manifest.
+
+    Raises:
+        ModelError: it is not a manifest.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -143,7 +152,9 @@ def _name(annotations: Mapping[str, Any], kind: str) -> str | None:
 
 
 def _is_title_alone(annotations: Mapping[str, Any]) -> bool:
-    """Whether the type says nothing: ORAS gives every file that of an image's layer, and marks what it packed."""
+    """Return True if the media type is generic: ORAS uses an image layer's type for every file, and marks its
+    archives.
+    """
     has_path = any(key in annotations for key in PATHS)
     return not has_path and TITLE in annotations and annotations.get(IS_FOLDER) != "true"
 
@@ -162,5 +173,5 @@ def _digest(model: RemoteModel, described: Mapping[str, Any]) -> str:
 def _size(model: RemoteModel, described: Mapping[str, Any]) -> int:
     size = described.get("size")
     if not isinstance(size, int) or size < 0:
-        raise ModelError(f"{model}: the manifest does not say how large {described.get('digest')} is; push it again")
+        raise ModelError(f"{model}: the manifest has no size for {described.get('digest')}; push it again")
     return size

@@ -1,4 +1,4 @@
-"""Which source is asked for a model. Apart from the rest, as a source's own library is loaded only to be asked."""
+"""Selection of a model's source. A separate module, because a source's library is imported only when it is used."""
 
 import logging
 from pathlib import Path
@@ -8,7 +8,11 @@ from trimtab_engine.sources.source import FetchOptions, Source
 
 
 def source_of(model: RemoteModel, options: FetchOptions) -> Source:
-    """Who has the model. Raises ConfigError for options that no source could be asked with."""
+    """Return the model's source.
+
+    Raises:
+        ConfigError: options are invalid for the source.
+    """
     if model.scheme is Scheme.S3:
         from trimtab_engine.sources.s3 import S3Source
 
@@ -25,14 +29,14 @@ def source_of(model: RemoteModel, options: FetchOptions) -> Source:
 
 
 def default_cache() -> Path:
-    """Where models are kept when nobody says it: where huggingface_hub keeps them."""
+    """Return the default cache folder: huggingface_hub's."""
     from trimtab_engine.sources import hub
 
     return Path(hub.default_cache())
 
 
 def say_errors_alone() -> None:
-    """Keep what the sources' libraries say of every request and every cut out of a server's log."""
+    """Suppress the sources' libraries' log lines for requests and retries."""
     from trimtab_engine.sources import hub
 
     hub.say_errors_alone()

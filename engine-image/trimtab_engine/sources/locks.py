@@ -1,4 +1,5 @@
-"""Locks in a folder that several engines share, by flock: whoever ends, however it ends, has let go of his.
+"""File locks (flock) in a folder that several engines share: the kernel releases a lock when its process ends in any
+way.
 
 Filesystems that are shared by nodes must carry flock to each other (NFSv4 and CephFS do). One that only pretends to
 costs bandwidth, not correctness: what two wrote at once does not pass its checksum.
@@ -14,7 +15,7 @@ from typing import Self
 
 from trimtab_engine.errors import ConfigError
 
-LOOK_SECONDS = 0.5  # how often who waits looks
+LOOK_SECONDS = 0.5  # polling interval of waiting processes
 
 
 class FolderLock:
@@ -31,7 +32,7 @@ class FolderLock:
             ) from None
 
     def take(self, *, shared: bool = False) -> bool:
-        """Take it now, alone or beside others who share it. False: somebody else has it."""
+        """Try to take the lock, exclusive or shared. Return False if it is held elsewhere."""
         assert self._file is not None
         try:
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -40,7 +41,7 @@ class FolderLock:
         return True
 
     def wait(self, waiting: Callable[[], None], *, shared: bool = False) -> None:
-        """Take it as soon as that is possible; `waiting` is called at each look until then."""
+        """Wait for the lock; `waiting` is called at each poll until then."""
         while not self.take(shared=shared):
             waiting()
             time.sleep(LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""How a model that is elsewhere is written. Pure, but for a look whether a folder of that name is here.
+"""Names of remote models. Pure, except for a check if a local folder of that name exists.
 
 hf://ORG/NAME[@REVISION][/FILE.gguf], or ORG/NAME where no such folder is here
 s3://BUCKET[/PREFIX][/FILE.gguf][@PIN]
@@ -16,7 +16,7 @@ from trimtab_engine.weights.open import HUB_NAME
 
 
 class Scheme(StrEnum):
-    """Where a model is: on the Hugging Face hub, in a bucket, in a registry of images."""
+    """Kind of source: the Hugging Face hub, a bucket, an OCI registry."""
 
     HUB = "hf"
     S3 = "s3"
@@ -29,9 +29,9 @@ PINS = {
     Scheme.S3: re.compile(r"[0-9a-f]{64}"),
     Scheme.OCI: re.compile(r"sha256:[0-9a-f]{64}"),
 }
-"""What can never mean anything else: a commit, the digest of a set of objects, that of a manifest."""
+"""An immutable pin: a commit, the digest of a set of objects, or of a manifest."""
 NEWEST = {Scheme.HUB: "main", Scheme.S3: "objects", Scheme.OCI: "latest"}
-"""What is meant where no revision is written; of a bucket, what is in it now."""
+"""Default revision; for a bucket, its current contents."""
 FORMS = {
     Scheme.HUB: "hf://ORG/NAME or hf://ORG/NAME@REVISION",
     Scheme.S3: "s3://BUCKET/PREFIX",
@@ -56,7 +56,8 @@ WRITTEN = {
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
     """A model that is elsewhere. `place` is ORG/NAME, BUCKET/PREFIX or REGISTRY/REPOSITORY; `revision` a branch, a tag
-    or a pin, None the newest; `file` is the one GGUF file to take of several."""
+    or a pin, None the newest; `file` is the one GGUF file to take of several.
+    """
 
     scheme: Scheme
     place: str
@@ -65,12 +66,12 @@ class RemoteModel:
 
     @property
     def name(self) -> str:
-        """What clients call it where no other name is given."""
+        """Default served model name."""
         return (self.file or self.place.rsplit("/", 1)[-1]).removesuffix(".gguf")
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision can never mean anything else."""
+        """Return True if the revision is immutable."""
         return self.revision is not None and PINS[self.scheme].fullmatch(self.revision) is not None
 
     @property
@@ -80,8 +81,9 @@ class RemoteModel:
 
     @property
     def shelf(self) -> str:
-        """The name of its folder in the cache. That of a model of the hub is the hub's own; a name of a bucket or a
-        registry may hold what no folder's name can, so a digest tells it apart."""
+        """Return the model's folder name in the cache. Hub models use the hub's own name; bucket and registry names can
+        have characters that are invalid in folder names, so a digest is added.
+        """
         if self.scheme is Scheme.HUB:
             return "models--" + self.place.replace("/", "--")
         digest = hashlib.sha256(self.place.encode()).hexdigest()[:16]
@@ -97,8 +99,12 @@ class RemoteModel:
 
 
 def remote_model(model: str, revision: str | None = None) -> RemoteModel | None:
-    """What `MODEL` and --revision name elsewhere; None for what is on this machine. Raises ModelError for a scheme and
-    no name behind it, ConfigError for two revisions, or one of a path."""
+    """Return the remote model that `MODEL` and --revision name, or None for a local one.
+
+    Raises:
+        ModelError: a scheme without a name.
+        ConfigError: two revisions, or a revision of a path.
+    """
     for scheme in Scheme:
         if model.startswith(f"{scheme}://"):
             return _written(scheme, model, revision)

@@ -1,17 +1,17 @@
-"""How far a download is, and how that is said. The clock is the caller's."""
+"""Download progress and its text. The caller provides the time."""
 
 import threading
 from collections import deque
 from dataclasses import dataclass
 
-RATE_SECONDS = 20.0  # the rate is that of the last so many: a network that stalled a while ago is forgotten
-LEAST_SECONDS = 2.0  # before that no rate is told
+RATE_SECONDS = 20.0  # window of the rate in seconds: an earlier stall is forgotten
+LEAST_SECONDS = 2.0  # no rate is reported before that
 GB, MB = 10**9, 10**6
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of a model is here; `rate` is bytes per second, None while it is not known."""
+    """Downloaded part of a model; `rate` is bytes per second, None while unknown."""
 
     model: str
     done_bytes: int
@@ -20,7 +20,7 @@ class Progress:
     elsewhere: bool = False
     """Another engine fetches it into the same cache; this one waits for it."""
     begun_bytes: int = 0
-    """Of done_bytes, what an earlier process had fetched."""
+    """The part of done_bytes that an earlier process had fetched."""
 
     @property
     def percent(self) -> float:
@@ -39,7 +39,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Downloaded:
-    """What this process has fetched of its model."""
+    """Bytes that this process has fetched of its model."""
 
     num_bytes: int
     seconds: float
@@ -61,7 +61,7 @@ def said_seconds(seconds: float) -> str:
 
 
 class Meter:
-    """Counts what several threads fetch. `begun_bytes` were here already and say nothing of the rate."""
+    """Thread-safe byte counter. `begun_bytes` existed before and do not count for the rate."""
 
     def __init__(self, model: str, total_bytes: int, begun_bytes: int, now: float) -> None:
         self._model, self._total, self._done = model, total_bytes, begun_bytes
@@ -75,7 +75,7 @@ class Meter:
             self._done += count
 
     def read(self, now: float) -> Progress:
-        """How far it is now, and how fast it was lately."""
+        """Return the current progress and the recent rate."""
         with self._lock:
             done = self._done
         self._seen.append((now, done))

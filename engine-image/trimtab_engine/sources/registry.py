@@ -1,6 +1,6 @@
-"""Registries of images, over the HTTP API of the OCI distribution specification: manifests, blobs, tokens.
+"""OCI registries, over the HTTP API of the distribution specification: manifests, blobs, tokens.
 
-The well-kept clients in Python begin a blob anew with every connection; what is used of the API is two kinds of GET.
+Maintained Python clients cannot resume a blob, and only two kinds of GET are needed, so the API is used directly.
 """
 
 import base64
@@ -48,7 +48,7 @@ GIVE = "--registry-auth-file, or spec.model.oci.pullSecret in an InferenceDeploy
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Who asks. `token` is an identity token, which some registries give in the place of a password."""
+    """Registry credentials. `token` is an identity token, which some registries issue instead of a password."""
 
     user: str
     password: str
@@ -57,7 +57,7 @@ class Account:
 
 @dataclass(slots=True)
 class _Door:
-    """What opened a registry last: said with every request, until it is refused."""
+    """Last accepted authorization: sent with every request until it is rejected."""
 
     header: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -152,17 +152,20 @@ class RegistrySource:
     def close(self) -> None:
         self.client.close()
 
-    # --- asking -------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _manifest(self, model: RemoteModel, reference: str, patient: bool) -> tuple[str, Mapping[str, Any]]:
-        """The digest of the manifest, and what it says. Raises ModelError where its bytes have another digest than the
-        one that was asked for, or than the registry promises."""
+        """Return the manifest and its digest.
+
+        Raises:
+            ModelError: the digest differs from the requested or the announced one.
+        """
         text, promised = patiently(lambda: self._manifest_once(model, reference), patient=patient)
         digest = f"sha256:{hashlib.sha256(text).hexdigest()}"
         for said in (reference if ":" in reference else None, promised):
             if said is not None and said.startswith("sha256:") and said != digest:
                 raise ModelError(
-                    f"{model}: the manifest that {self.host} gives has the digest {digest}, not {said}; something "
+                    f"{model}: the manifest from {self.host} has digest {digest}, not {said}; something "
                     f"between here and there changes it: take it out, or pull from elsewhere"
                 )
         return digest, parsed(model, text)
@@ -188,11 +191,11 @@ class RegistrySource:
 
     @contextmanager
     def _asked(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
-        """One answer, its body still to come. A door that is shut is opened once, as the registry asks for it."""
+        """Return one streaming response. A 401 is answered once with the authorization that the registry requests."""
         url = f"{self.url}/v2/{self.repository}/{path}"
         used = self.door.header
         with self.client.stream("GET", url, headers=_with(headers, used)) as response:
-            # Who was only sent to asks for no account of ours: a blob's address is signed, or open.
+            # A redirect target gets no credentials: a blob's address is signed or public.
             is_elsewhere = bool(response.history) and response.url.netloc != httpx.URL(self.url).netloc
             if response.status_code != 401 or is_elsewhere:
                 yield response
@@ -230,33 +233,32 @@ class RegistrySource:
         return f"Bearer {token}" if answer.is_success and token else None
 
     def _refused(self, model: RemoteModel, response: httpx.Response) -> ModelError:
-        """What a refusal means, and who does what now."""
+        """Return the message for an HTTP error, with what to do."""
         status, code = response.status_code, _code_of(response)
         if status in (401, 403):
             if self.account is None:
                 return ModelError(
-                    f"{model}: {self.host} has no such model that everybody may pull ({code}); see how it is spelt, "
+                    f"{model}: {self.host} has no such public model ({code}); check the spelling, "
                     f"and if it is private, give an account: {GIVE}"
                 )
             return ModelError(
-                f"{model}: {self.host} does not let {self.account.user or 'this token'} pull it ({code}); see how it "
-                f"is spelt, or give another account: {GIVE}"
+                f"{model}: {self.host} does not let {self.account.user or 'this token'} pull it ({code}); check "
+                f"the spelling, or give another account: {GIVE}"
             )
         if status == 404 and code == "NAME_UNKNOWN":
-            return ModelError(f"{model}: {self.host} has no repository {self.repository}; see how it is spelt")
+            return ModelError(f"{model}: {self.host} has no repository {self.repository}; check the spelling")
         if status == 404 and code == "BLOB_UNKNOWN":
             return ModelError(f"{model}: {self.host} has lost a layer of it ({code}); push it again")
         if status == 404:
             what = "manifest" if model.is_pinned else "tag"
             return ModelError(
-                f"{model}: {self.host} has no {what} {model.asked} in {self.repository} ({code}); see how both are "
-                f"spelt"
+                f"{model}: {self.host} has no {what} {model.asked} in {self.repository} ({code}); check both names"
             )
-        return ModelError(f"{model}: {self.host} answers {status} ({code}); see to the registry")
+        return ModelError(f"{model}: {self.host} answers {status} ({code}); check the registry")
 
 
 class _Blob(io.RawIOBase):
-    """A blob that is read where it is."""
+    """Seekable view of a blob in the registry."""
 
     def __init__(self, source: RegistrySource, listing: Listing, file: RemoteFile) -> None:
         super().__init__()
@@ -292,8 +294,12 @@ class _Blob(io.RawIOBase):
 
 
 def account_of(host: str, auth_file: Path | None) -> Account | None:
-    """The account that a file of Docker's form (config.json, or a pull secret's .dockerconfigjson) has for a registry;
-    None: none. Raises ConfigError where the file cannot be read, or leaves the account to a helper."""
+    """Return the credentials for a registry from a Docker config file (config.json, or a pull secret's
+    .dockerconfigjson), or None if it has none.
+
+    Raises:
+        ConfigError: the file cannot be read, or uses a credential helper.
+    """
     if auth_file is None:
         return None
     try:
@@ -309,7 +315,7 @@ def account_of(host: str, auth_file: Path | None) -> Account | None:
     if found is None and host in helpers:
         raise ConfigError(
             f"--registry-auth-file {auth_file} leaves {host} to the helper {helpers[host]}, and helpers are not run "
-            f"here; write the account into a file of its own"
+            f"here; write the credentials into a separate file"
         )
     return None if found is None else _account(found, auth_file)
 

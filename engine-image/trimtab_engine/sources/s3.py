@@ -1,8 +1,8 @@
-"""Buckets of S3 and of what speaks like it (MinIO, Ceph, …): the objects below a prefix are a model's files.
+"""S3 buckets and compatible stores (MinIO, Ceph, …): the objects below a prefix are a model's files.
 
 Credentials, region, endpoint and proxies are botocore's own: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile,
 the role of a service account (AWS_WEB_IDENTITY_TOKEN_FILE, or a pod's identity), AWS_DEFAULT_REGION, AWS_ENDPOINT_URL.
-Without any the bucket is asked as everybody may ask it.
+Without credentials requests are anonymous.
 """
 
 import base64
@@ -75,7 +75,7 @@ class _Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class S3Source:
-    """The endpoint that the environment names. `is_anonymous`: nobody's credentials were found."""
+    """Client of the endpoint from the environment. `is_anonymous`: no credentials were found."""
 
     client: _Client
     endpoint: str
@@ -83,12 +83,16 @@ class S3Source:
 
     @classmethod
     def reached(cls, addressing: str | None) -> "S3Source":
-        """By what the environment says. Raises ModelError where it contradicts itself."""
+        """Create the client from the environment.
+
+        Raises:
+            ModelError: the settings are contradictory.
+        """
         style: dict[str, str] = {} if addressing is None else {"addressing_style": addressing}
         settings = Config(
             connect_timeout=ANSWER_SECONDS,
             read_timeout=ANSWER_SECONDS,
-            retries={"total_max_attempts": 1},  # who calls tries again, and can be stopped meanwhile
+            retries={"total_max_attempts": 1},  # callers retry, and can be stopped between attempts
             s3=style,
         )
         try:
@@ -98,7 +102,7 @@ class S3Source:
                 settings = settings.merge(Config(signature_version=UNSIGNED))
             client = session.create_client("s3", config=settings)
         except (BotoCoreError, ValueError) as error:
-            raise ModelError(f"s3:// cannot be asked: {one_line(error)}; see to the AWS_… environment") from None
+            raise ModelError(f"s3:// is not usable: {one_line(error)}; check the AWS_… environment variables") from None
         return cls(cast(_Client, client), str(client.meta.endpoint_url), is_anonymous)
 
     @property
@@ -109,8 +113,9 @@ class S3Source:
         return None
 
     def ask(self, model: RemoteModel, *, patient: bool = True) -> Listing:
-        """The objects directly below the prefix, pinned by their names, sizes and ETags. Those of an earlier state are
-        found again where the bucket keeps versions."""
+        """Return the objects directly below the prefix, pinned by their names, sizes and ETags. An earlier state is
+        restored if the bucket has versioning.
+        """
         files, folders = self._listed(model, patient)
         if not files:
             raise self._nothing_there(model, folders)
@@ -121,7 +126,8 @@ class S3Source:
 
     def checksum(self, listing: Listing, file: RemoteFile) -> Callable[[], Checksum]:
         """The strongest that the object was stored with. One that was encrypted with a key of KMS, and uploaded without
-        a checksum, has none that could be compared: its length and the transport's own must do."""
+        a checksum, has none that could be compared: its length and the transport's own must do.
+        """
         of_parts = MD5_OF_PARTS.fullmatch(file.etag)
         first_part = {"PartNumber": 1} if of_parts else {}
         head = self._answer(
@@ -173,7 +179,7 @@ class S3Source:
     def close(self) -> None:
         self.client.close()
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- listing ------------------------------------------------------------------------------------------------------
 
     def _listed(self, model: RemoteModel, patient: bool) -> tuple[tuple[RemoteFile, ...], tuple[str, ...]]:
         """The objects and the folders directly below the prefix."""
@@ -216,7 +222,7 @@ class S3Source:
                 more = {"KeyMarker": page["NextKeyMarker"], "VersionIdMarker": page["NextVersionIdMarker"]}
         except SourceSilent:
             raise
-        except ModelError:  # who may list a bucket may not always list its versions
+        except ModelError:  # listing a bucket does not imply the permission to list its versions
             raise ModelError(changed) from None
         for files in states_of(entries, prefix):
             if pin_of(files) == model.revision:
@@ -229,14 +235,19 @@ class S3Source:
             return ModelError(f"{model}: holds no files, but the folders {names}; name one of them")
         bucket, prefix = bucket_and_prefix(model)
         return ModelError(
-            f"{model}: there is nothing below {prefix or '/'} in the bucket {bucket} at {self.endpoint}; see how the "
-            f"prefix is spelt, and that the model was uploaded"
+            f"{model}: there is nothing below {prefix or '/'} in the bucket {bucket} at {self.endpoint}; check the "
+            f"spelling of the prefix, and that the model was uploaded"
         )
 
-    # --- asking -------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _answer(self, ask: Callable[[], Answer], model: RemoteModel, *, patient: bool = True) -> Answer:
-        """What is answered, after several attempts. Raises ModelError with what to do, or SourceSilent."""
+        """Return the response after retries.
+
+        Raises:
+            ModelError: the request failed, with what to do.
+            SourceSilent: there was no response.
+        """
 
         def once() -> Answer:
             try:
@@ -257,12 +268,12 @@ class S3Source:
         return patiently(once, patient=patient)
 
     def _refused(self, model: RemoteModel, error: ClientError) -> ModelError:
-        """What a refusal means, and who does what now."""
+        """Return the message for an error response, with what to do."""
         code, status = _code_of(error)
         bucket = bucket_and_prefix(model)[0]
         if code == "NoSuchBucket":
             return ModelError(
-                f"{model}: there is no bucket {bucket} at {self.endpoint}; see how it is spelt, and that "
+                f"{model}: there is no bucket {bucket} at {self.endpoint}; check the spelling, and that "
                 f"AWS_ENDPOINT_URL (spec.model.s3.endpoint) is the store that has it"
             )
         if code == "RequestTimeTooSkewed":
@@ -284,7 +295,7 @@ class S3Source:
         if status == 403:
             if self.is_anonymous:
                 return ModelError(
-                    f"{model}: not everybody may read it ({code}), and no credentials were found; give some: {GIVE}"
+                    f"{model}: public access is denied ({code}), and no credentials were found; provide some: {GIVE}"
                 )
             return ModelError(
                 f"{model}: these credentials may not read it ({code}); let them s3:ListBucket {bucket} and "
@@ -297,13 +308,13 @@ class S3Source:
 
 
 def bucket_and_prefix(model: RemoteModel) -> tuple[str, str]:
-    """The bucket, and what the keys of the model's files begin with: nothing, or a folder with its slash."""
+    """Return the bucket and the key prefix of the model's files: empty, or a folder with a trailing slash."""
     bucket, _, rest = model.place.partition("/")
     return bucket, f"{rest}/" if rest else ""
 
 
 def pin_of(files: Iterable[RemoteFile]) -> str:
-    """The digest of all objects that could be part of a model: of a README that comes or goes nothing is said."""
+    """Return the digest of all objects that can be part of a model; other files, such as a README, do not change it."""
     said = sorted((file.name, file.size, file.etag) for file in files if file.name.endswith(LOADED_SUFFIXES))
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
@@ -314,11 +325,11 @@ def replaced(model: RemoteModel, pin: str) -> str:
 
 
 def states_of(entries: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[tuple[RemoteFile, ...]]:
-    """What lay below the prefix after each change, the newest first, from its versions and the marks of what was
-    deleted (these have no ETag).
+    """Return the states below the prefix after each change, newest first, from object versions and delete markers
+    (which have no ETag).
 
-    A store tells the time of a change to the second. Of one second's changes those of keys that were there before are
-    taken back first: a model is whole before anything of it is overwritten.
+    Modification times have a resolution of one second. Of changes in the same second, those of existing keys are undone
+    first: a model is complete before any of its objects is overwritten.
     """
     versions: dict[str, list[Mapping[str, Any]]] = {}
     newest_first = sorted(entries, key=lambda entry: (entry["LastModified"], bool(entry.get("IsLatest"))), reverse=True)
@@ -355,7 +366,7 @@ def _object(listing: Listing, file: RemoteFile) -> dict[str, str]:
 
 
 class HashedInParts:
-    """The ETag of what was uploaded in parts of one size: the MD5 of the parts' MD5, and how many they are."""
+    """Return the ETag of a multipart upload with parts of equal size: the MD5 of the parts' MD5s, and their number."""
 
     def __init__(self, part_bytes: int, etag: str) -> None:
         self._part_bytes, self._etag = part_bytes, etag
@@ -381,7 +392,7 @@ class HashedInParts:
 
 
 class Crc32:
-    """The checksum that Amazon's own clients upload with where nobody asks for another."""
+    """Default checksum algorithm of Amazon's clients."""
 
     def __init__(self, promised: int) -> None:
         self._promised, self._value = promised, 0
@@ -394,7 +405,7 @@ class Crc32:
 
 
 class Unchecked:
-    """Of an object whose store keeps nothing to compare; its length is compared all the same."""
+    """No checksum, for objects without one; the length is still compared."""
 
     def update(self, data: memoryview | bytes, /) -> None:
         """Nothing is kept of it."""

@@ -1,4 +1,4 @@
-"""What a source of models has to be able to do, and how it says what went wrong. Nothing of it is a source's own."""
+"""Interface of model sources, and their errors. Contains nothing specific to one source."""
 
 import hashlib
 import time
@@ -22,32 +22,33 @@ Answer = TypeVar("Answer")
 
 
 class SourceSilent(ModelError):
-    """Nobody answers, or not now: what is in the cache already has to do."""
+    """Raised if the source does not respond: the cached version is used instead."""
 
 
 class Interrupted(Exception):
-    """The bytes stopped coming, for a reason that another attempt may not meet."""
+    """Raised if a transfer was interrupted and a retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchOptions:
-    """Where models are kept, and how many bytes all of them may take; None: huggingface_hub's own folder, any number.
-    `endpoint` of the hub: None is HF_ENDPOINT's."""
+    """Cache folder, and its size limit in bytes; None for huggingface_hub's folder, and no limit. `endpoint` of the
+    hub: None for HF_ENDPOINT.
+    """
 
     folder: Path | None = None
     limit_bytes: int | None = None
     endpoint: str | None = None
     has_weights: bool = True
-    """Whether weights are wanted; for random ones the texts do."""
+    """False if random weights are used, so that text files suffice."""
     s3_addressing: str | None = None
-    """`path`, `virtual`, or None: virtual for Amazon's own, path where another endpoint was named."""
+    """`path`, `virtual`, or None: virtual for Amazon, path for other endpoints."""
     registry_auth_file: Path | None = None
     """Accounts of registries, in the form of Docker's config.json."""
     registry_plain_http: bool = False
 
 
 class Checksum(Protocol):
-    """Told of all bytes of a file in order, it knows whether they are those that the source described."""
+    """Incremental verification of a file's bytes against the source's description."""
 
     def update(self, data: memoryview | bytes, /) -> None: ...
 
@@ -55,46 +56,59 @@ class Checksum(Protocol):
 
 
 class Arriving(Protocol):
-    """A file that comes in: `size` bytes of it are here, and what is written is counted and checked."""
+    """A file being downloaded: `size` bytes exist, and written bytes are counted and hashed."""
 
     size: int
 
     def write(self, data: object, /) -> int: ...
 
     def begin_anew(self) -> None:
-        """Throw away what is here: the other side did not go on where it was asked to."""
+        """Discard the existing bytes: the server ignored the range request."""
 
 
 class Source(Protocol):
-    """Where models of one scheme come from."""
+    """Source of models of one scheme."""
 
     @property
     def shown(self) -> str:
-        """Who is asked, as errors say it: `the hub at https://…`."""
+        """Name of the source in messages: `the hub at https://…`."""
 
     def forbidden(self) -> str | None:
-        """Why nobody may be asked, and what to do; None: somebody may."""
+        """Reason why requests are disabled, and what to do; None if they are enabled."""
 
     def ask(self, model: RemoteModel, *, patient: bool = True) -> Listing:
-        """The files of the model at what its revision means now. Raises ModelError with what to do, SourceSilent where
-        there is no answer; `patient`: not before several attempts."""
+        """Return the files of the model at its revision.
+
+        Raises:
+            ModelError: there is no such model, with what to do.
+            SourceSilent: there is no response; if `patient`, after several attempts.
+        """
 
     def checksum(self, listing: Listing, file: RemoteFile) -> Callable[[], Checksum]:
-        """What makes a checksum of this file, each time that its bytes begin. Raises ModelError, SourceSilent."""
+        """Return a new checksum for each attempt at this file.
+
+        Raises:
+            ModelError: the checksum cannot be determined.
+            SourceSilent: there is no response.
+        """
 
     def fill(self, listing: Listing, file: RemoteFile, arriving: Arriving) -> None:
-        """Write what is missing of the file, over one connection. Raises Interrupted, or ModelError where no other
-        attempt would help."""
+        """Fetch the rest of the file over one connection.
+
+        Raises:
+            Interrupted: a retry may succeed.
+            ModelError: a retry would not help.
+        """
 
     def to_have_it(self, model: RemoteModel) -> str:
-        """What to do elsewhere to have the model here without asking, where asking is forbidden."""
+        """Advice to get the model on a machine with network access, if requests are disabled."""
 
     def close(self) -> None:
         """Let go of its connections."""
 
 
 def patiently(once: Callable[[], Answer], *, patient: bool = True) -> Answer:
-    """What `once` is answered, which raises SourceSilent while nobody answers: the last one of several attempts'."""
+    """Return the result of `once`, with retries on SourceSilent; the last attempt's exception is raised."""
     pauses = list(PAUSES_SECONDS) if patient else []
     while True:
         try:
@@ -107,14 +121,14 @@ def patiently(once: Callable[[], Answer], *, patient: bool = True) -> Answer:
 
 @runtime_checkable
 class PackedSource(Source, Protocol):
-    """A source whose models may come in archives."""
+    """A source whose models can be in archives."""
 
     def reader(self, listing: Listing, archive: RemoteFile, buffer_bytes: int) -> BinaryIO:
         """The archive as a file that is read where it is, in pieces. It raises ModelError, SourceSilent."""
 
 
 class Hashed:
-    """A checksum of hashlib's, compared with the digest that was promised."""
+    """A hashlib checksum, compared with the expected digest."""
 
     def __init__(self, hashed: "hashlib._Hash", digest: str) -> None:
         self._hash, self._digest = hashed, digest

@@ -1,5 +1,5 @@
-"""Files from a source into the cache: several at once, each going on where it was cut, none shown before its checksum
-was right: two writers cost bandwidth, never a wrong weight.
+"""Parallel downloads into the cache, each resumable, each published only after its checksum matched: concurrent writers
+cost bandwidth but never corrupt a weight.
 """
 
 import errno
@@ -15,16 +15,16 @@ from trimtab_engine.sources.files import Listing, RemoteFile
 from trimtab_engine.sources.source import Checksum, Interrupted, Source
 
 AT_ONCE = 4  # files: one connection seldom fills a data centre's line
-MAX_FRUITLESS = 4  # attempts in a row that bring nothing, beside those that a client makes by itself
+MAX_FRUITLESS = 4  # consecutive attempts without progress, in addition to the client's own retries
 LONGEST_PAUSE_SECONDS = 20.0
-MAX_WRONG = 2  # times that a file may come with another checksum
+MAX_WRONG = 2  # attempts after a wrong checksum
 LOOK_SECONDS = 0.25
-STOP_SECONDS = 1.0  # for threads to see that nobody waits for them any more
+STOP_SECONDS = 1.0  # polling interval of the stop flag in threads
 READ_BYTES = 1 << 20
 
 
 class _Stopped(Exception):
-    """Nobody waits for this file any more."""
+    """Raised in threads when the download was cancelled."""
 
 
 def transfer(
@@ -36,8 +36,12 @@ def transfer(
     note: Callable[[int], None],
     waiting: Callable[[], None],
 ) -> None:
-    """Fetch what is missing of `files`. `note` is told from several threads of bytes that came, `waiting` is called in
-    this one meanwhile. Raises ModelError or ConfigError for the first file that cannot be had."""
+    """Fetch the missing parts of `files`. `note` is called from several threads for received bytes, `waiting` from this
+    thread meanwhile.
+
+    Raises:
+        ModelError, ConfigError: the first file that cannot be fetched.
+    """
     todo: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
     for file in {one.digest: one for one in files}.values():  # two names may have one content
         if not shelf.has(file):
@@ -93,7 +97,7 @@ def _fetch(
         note(-incomplete.stat().st_size)
         incomplete.unlink()
     raise ModelError(
-        f"{listing.model}: {file.name} came {MAX_WRONG} times with another checksum than it has there; something "
+        f"{listing.model}: {file.name} was received {MAX_WRONG} times with a wrong checksum; something "
         f"between here and {source.shown} (a proxy, a mirror) changes it: take it out, or fetch from elsewhere"
     )
 
@@ -119,15 +123,17 @@ def _fill(source: Source, listing: Listing, file: RemoteFile, arriving: "_Incomi
         fruitless = 0 if arriving.size > before else fruitless + 1
         if fruitless >= MAX_FRUITLESS:
             raise ModelError(
-                f"{listing.model}: {file.name} does not come any further than {arriving.size} of {file.size} bytes "
-                f"({words}); what is here is kept, so start again when {source.shown} answers"
+                f"{listing.model}: {file.name} stopped at {arriving.size} of {file.size} bytes "
+                f"({words}); the received part is kept, so start again when {source.shown} is available"
             )
         if arriving.size < file.size and stop.wait(min(LONGEST_PAUSE_SECONDS, 0.5 * 2**fruitless)):
             raise _Stopped
 
 
 class _Incoming:
-    """A file that comes in: what is written is counted and checked. Opened where an earlier process left it."""
+    """A file being downloaded: written bytes are counted and hashed. Opened at the position that an earlier process
+    reached.
+    """
 
     def __init__(
         self,
@@ -151,7 +157,7 @@ class _Incoming:
 
     @property
     def is_right(self) -> bool:
-        """Whether all of it is here and is what the source described."""
+        """Return True if the file is complete and matches its checksum."""
         return self.size == self._file.size and self._checksum.is_right()
 
     def write(self, data: object, /) -> int:
@@ -160,7 +166,7 @@ class _Incoming:
         view = memoryview(cast(bytes, data))
         if self.size + len(view) > self._file.size:
             self.begin_anew()
-            raise Interrupted(f"more came than its {self._file.size} bytes")
+            raise Interrupted(f"received more than its {self._file.size} bytes")
         written = 0
         while written < len(view):
             written += self._stream.write(view[written:])
@@ -170,7 +176,7 @@ class _Incoming:
         return len(view)
 
     def begin_anew(self) -> None:
-        """Throw away what is here."""
+        """Discard the existing bytes."""
         self._note(-self.size)
         self._stream.seek(0)
         self._stream.truncate()
@@ -186,7 +192,7 @@ class _Incoming:
 def _cannot_write(path: Path, error: OSError) -> ConfigError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ConfigError(
-            f"{path.parent} is full; what came so far is kept: give the volume more room, or use another folder with "
+            f"{path.parent} is full; the received part is kept: enlarge the volume, or use another folder with "
             f"--download-dir"
         )
     return ConfigError(f"{path} cannot be written: {error.strerror or error}; see to the volume of --download-dir")

@@ -1,6 +1,6 @@
-"""Files out of the layers of an image: into the cache like all others, under the digest of their bytes.
+"""Unpacks the layers of an image into the cache, under the digest of each file, like all other files.
 
-Of an archive only what a model is loaded from is written; what a later layer deletes or replaces does not count.
+Only files that models are loaded from are written; files that a later layer deletes or replaces are left out.
 """
 
 import hashlib
@@ -22,22 +22,26 @@ from trimtab_engine.sources.source import PackedSource
 COPY_BYTES = 1 << 20
 LEAP_BYTES = 64 << 10  # read at once of a layer in which one leaps from header to header
 STREAM_BYTES = 8 << 20  # and of one that has to be read through
-DELETED, ALL_DELETED = ".wh.", ".wh..wh..opq"  # how a layer says that a file of a lower one is gone
+DELETED, ALL_DELETED = ".wh.", ".wh..wh..opq"  # prefix of whiteout files, which delete a file of a lower layer
 
 Keep = Callable[[str, int, IO[bytes]], str]
-"""What is done with a file of an archive, by name, size and bytes; its digest, or nothing where it was left."""
+"""Handler of a file in an archive, given name, size and bytes; returns its digest, or None if it was skipped."""
 
 
 def with_unpacked(shelf: Shelf, listing: Listing) -> tuple[Listing, tuple[RemoteFile, ...]]:
-    """The listing with the files of the archives, which are here, and everything that became a blob: also what a later
-    layer replaced or deleted. Raises ModelError."""
+    """Return the listing with the files of the archives, unpacked, and all blobs written: including those that a later
+    layer replaced or deleted.
+
+    Raises:
+        ModelError: an archive is invalid or does not fit.
+    """
     written: list[RemoteFile] = []
 
     def keep(name: str, size: int, stream: IO[bytes]) -> str:
         free = shutil.disk_usage(shelf.folder).free - SPARE_BYTES
         if size > free:
             raise ModelError(
-                f"{listing.model}: {name} of {said_bytes(size)} does not fit beside its layer; use a larger volume, or "
+                f"{listing.model}: {name} of {said_bytes(size)} does not fit; use a larger volume, or "
                 f"another folder with --download-dir"
             )
         written.append(RemoteFile(name, size, _as_blob(shelf, stream)))
@@ -51,7 +55,8 @@ def with_unpacked(shelf: Shelf, listing: Listing) -> tuple[Listing, tuple[Remote
 
 def with_described(shelf: Shelf, listing: Listing, source: PackedSource, texts: Collection[str]) -> Listing:
     """The same without fetching the archives: of their files only `texts` are kept. In a plain archive one leaps from
-    header to header; a compressed one has to be read through."""
+    header to header; a compressed one has to be read through.
+    """
 
     def keep(name: str, size: int, stream: IO[bytes]) -> str:
         return _as_blob(shelf, stream) if posixpath.basename(name) in texts else ""
@@ -126,7 +131,7 @@ def _members(listing: Listing, archive: RemoteFile, layer: BinaryIO, mode: str, 
 
 
 def _kept(tar: tarfile.TarFile, member: tarfile.TarInfo, name: str, keep: Keep) -> str:
-    """The digest of what was kept of a file; nothing of one that no model is loaded from."""
+    """Return the digest of a stored file, or None for a file that models do not need."""
     if not is_wanted(name) or (name.endswith(TEXT_SUFFIXES) and member.size > MAX_TEXT_BYTES):
         return ""
     stream = tar.extractfile(member)

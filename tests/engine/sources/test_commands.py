@@ -66,7 +66,7 @@ def test_offline_inspect_says_so_and_where_the_cached_folder_is(
     monkeypatch.setattr("trimtab_engine.sources.source.PAUSES_SECONDS", ())
     assert main(["inspect", MODEL]) == 2
     said = capsys.readouterr().err
-    assert "the hub is not asked, as HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it" in said
+    assert "the hub is not used, as HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it" in said
     assert f"the folder that trimtab-engine fetch {MODEL} prints" in said
 
 
@@ -82,7 +82,7 @@ def test_offline_inspect_says_so_and_where_the_cached_folder_is(
     ],
 )
 @pytest.mark.parametrize("command", ["fetch", "inspect", "serve"])
-def test_what_is_no_model_of_the_hub_is_told_what_it_is(
+def test_non_hub_model_is_reported_by_kind(
     command: str, model: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, model]) == 2

@@ -87,7 +87,7 @@ def test_another_process_goes_on_where_the_first_was_ended(
 ) -> None:
     monkeypatch.setattr(transfer, "AT_ONCE", 1)  # the first file is whole when the second fails
     hub.faults.cuts = {SECOND: [200_000] + [0] * 50}
-    with pytest.raises(ModelError, match=f"{SECOND} does not come any further than 200000 of {SHARD_BYTES} bytes"):
+    with pytest.raises(ModelError, match=f"{SECOND} stopped at 200000 of {SHARD_BYTES} bytes"):
         fetch(MODEL, options)
     hub.faults.cuts, hub.asked = {}, []
     fetched(MODEL, options)
@@ -110,7 +110,7 @@ def test_a_file_that_came_wrong_is_fetched_again(hub: HubServer, options: FetchO
 
 def test_a_file_that_always_comes_wrong_is_never_used(hub: HubServer, options: FetchOptions) -> None:
     hub.faults.wrong = {FIRST: 99}
-    with pytest.raises(ModelError, match=f"{FIRST} came 2 times with another checksum"):
+    with pytest.raises(ModelError, match=f"{FIRST} was received 2 times with a wrong checksum"):
         fetch(MODEL, options)
     assert options.folder is not None
     shelf = Shelf.of(options.folder, MODEL)
@@ -126,7 +126,7 @@ def test_a_hub_that_stumbles_is_asked_again(hub: HubServer, options: FetchOption
     fetched(MODEL, options)
 
 
-def test_what_the_cache_has_is_served_while_the_hub_is_silent(
+def test_cached_model_is_served_if_hub_is_unavailable(
     hub: HubServer, options: FetchOptions, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = fetched(MODEL, options)
@@ -143,7 +143,7 @@ def test_offline_the_cache_alone_is_asked(
     hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetched(MODEL, options).path == known.path
-    unset = r"no hf://org/other either \(the hub is not asked, as HF_HUB_OFFLINE .* is set: unset it\)"
+    unset = r"no hf://org/other either \(the hub is not used, as HF_HUB_OFFLINE .* is set: unset it\)"
     with pytest.raises(ModelError, match=unset + ".*hf download org/other"):
         fetch(RemoteModel(Scheme.HUB, "org/other"), options)
     assert hub.asked == []
@@ -165,7 +165,7 @@ def test_offline_what_another_tool_fetched_is_found(
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
-        ({"sha": "/models/others/snapshots/1"}, "does not say its commit"),
+        ({"sha": "/models/others/snapshots/1"}, "has no commit for it"),
         ({"sha": "b" * 40}, "answers with the commit b+;"),
         ({"digest": "../../outside"}, "digest of .* is none"),
     ],
@@ -183,7 +183,7 @@ def test_a_mirror_that_lies_writes_nowhere_else(
 
 
 def test_a_misspelt_name_is_said_to_be_one(options: FetchOptions) -> None:
-    with pytest.raises(ModelError, match=r"no such model that everybody may read \(401\).*org/tyni is spelt.*HF_TOKEN"):
+    with pytest.raises(ModelError, match=r"no such model that is public \(401\).*org/tyni is spelt.*HF_TOKEN"):
         fetch(RemoteModel(Scheme.HUB, "org/tyni"), options)
 
 
@@ -276,7 +276,7 @@ def test_the_longest_unused_model_goes_when_room_is_needed(
 def test_a_download_that_was_given_up_goes_too(hub: HubServer, options: FetchOptions, tmp_path: Path) -> None:
     hub.repos["org/other"] = a_repository(tmp_path / "hub/org/other", seed=1)
     hub.faults.wrong[FIRST] = 9
-    with pytest.raises(ModelError, match="another checksum"):
+    with pytest.raises(ModelError, match="a wrong checksum"):
         fetch(replace(MODEL, place="org/other"), options)
     hub.faults.wrong.clear()
     begun = Shelf.of(options.folder or Path(), replace(MODEL, place="org/other"))

@@ -51,7 +51,7 @@ def test_without_an_index_the_one_file_comes_before_others() -> None:
     assert named(weights(a_listing("x.safetensors", "m.gguf"), None)) == ["x.safetensors"]
 
 
-def test_of_several_gguf_files_one_has_to_be_named() -> None:
+def test_several_gguf_files_require_a_choice() -> None:
     assert named(weights(a_listing("m.gguf"), None)) == ["m.gguf"]
     with pytest.raises(ModelError, match=r"name one: hf://org/name/q4\.gguf"):
         weights(a_listing("q4.gguf", "q8.gguf"), None)
@@ -59,7 +59,7 @@ def test_of_several_gguf_files_one_has_to_be_named() -> None:
     assert named(weights(a_listing("q4.gguf", "q8.gguf", model=one), None)) == ["q8.gguf"]
 
 
-def test_of_a_gguf_model_in_parts_all_come() -> None:
+def test_split_gguf_model_is_fetched_whole() -> None:
     parts = [f"q4-0000{part}-of-00002.gguf" for part in (1, 2)]
     assert named(weights(a_listing(*reversed(parts)), None)) == parts
     with pytest.raises(ModelError, match=r"holds 2 GGUF files \(q4-00001-of-00002\.gguf, q8\.gguf\)"):
@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
 def test_pickles_are_refused_by_name_with_what_to_do(name: str) -> None:
-    with pytest.raises(ModelError, match=rf"{name} alone.*never loaded.*safetensors.*refs/pr/N"):
+    with pytest.raises(ModelError, match=rf"{name} only.*never loaded.*safetensors.*refs/pr/N"):
         weights(a_listing("config.json", name), None)
 
 

@@ -65,7 +65,7 @@ def test_a_tag_beside_a_digest_says_nothing_more() -> None:
         ("oci://ghcr.io/o/n@md5:1", "write oci://REGISTRY/REPOSITORY:TAG"),
     ],
 )
-def test_what_names_no_bucket_and_no_repository_is_refused(written: str, said: str) -> None:
+def test_name_without_bucket_or_repository_is_rejected(written: str, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         remote_model(written)
 
@@ -98,7 +98,7 @@ def test_a_folder_that_is_here_comes_before_the_hub(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("written", ["hf://", "hf://name", "hf://a/b/c", "hf://a/b@", "hf://a/../b", "hf://-a/b"])
-def test_what_names_no_model_is_refused(written: str) -> None:
+def test_name_without_model_is_rejected(written: str) -> None:
     with pytest.raises(ModelError, match="write hf://ORG/NAME"):
         remote_model(written)
 

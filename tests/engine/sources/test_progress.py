@@ -26,7 +26,7 @@ def test_before_sizes_are_known_the_hub_is_asked() -> None:
     assert Progress("hf://a/b", 0, 0).sentence == "Asking for hf://a/b"
 
 
-def test_who_waits_says_so() -> None:
+def test_waiting_process_reports_progress() -> None:
     assert Progress("m", GB, 2 * GB, elsewhere=True).sentence.startswith("Another engine downloads it: 50 %")
 
 
@@ -40,7 +40,7 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
     assert stalled[-1] is None
 
 
-def test_what_was_here_before_says_nothing_of_the_rate() -> None:
+def test_existing_bytes_do_not_count_for_the_rate() -> None:
     meter = Meter("m", 1000, 900, now=0.0)
     assert meter.read(10.0) == Progress("m", 900, 1000, begun_bytes=900)
 
@@ -48,7 +48,7 @@ def test_what_was_here_before_says_nothing_of_the_rate() -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "seconds", "said"), [(28 * GB, 240.0, "28.0 GB in 4 min"), (3 * 10**6, 0.2, "3 MB in 0 s")]
 )
-def test_what_has_come_is_told_with_its_time(num_bytes: int, seconds: float, said: str) -> None:
+def test_progress_is_reported_with_time(num_bytes: int, seconds: float, said: str) -> None:
     assert Downloaded(num_bytes, seconds).sentence == f"Downloaded {said}"
 
 

@@ -93,7 +93,7 @@ def test_weights_and_texts_below_the_prefix_come_and_nothing_else(
         assert (found.path / name).read_bytes() == (tmp_path / "there" / name).read_bytes()
 
 
-def test_one_gguf_file_of_several_may_be_named(store: BucketServer, bucket: str, options: FetchOptions) -> None:
+def test_single_gguf_file_can_be_named(store: BucketServer, bucket: str, options: FetchOptions) -> None:
     for name in ("a-q4.gguf", "a-q8.gguf"):
         store.client.put_object(Bucket=bucket, Key=f"ggufs/{name}", Body=name.encode())
     found = fetched(RemoteModel(Scheme.S3, f"{bucket}/ggufs", None, "a-q8.gguf"), options)
@@ -136,7 +136,7 @@ def test_objects_that_changed_since_are_refused_with_the_way_on(
         fetch(pinned, replace(options, folder=options.folder and options.folder / "of another replica"))
 
 
-def test_a_bucket_that_keeps_versions_gives_what_was_pinned_though_it_was_overwritten_and_deleted(
+def test_versioned_bucket_restores_pinned_objects(
     store: BucketServer, bucket: str, options: FetchOptions, tmp_path: Path
 ) -> None:
     model = RemoteModel(Scheme.S3, f"{bucket}/kept")
@@ -169,7 +169,7 @@ def test_another_process_goes_on_where_the_first_was_ended(
 ) -> None:
     monkeypatch.setattr(transfer, "AT_ONCE", 1)  # the first file is whole when the second fails
     store.faults.cuts = {SECOND: [200_000] + [0] * 50}
-    with pytest.raises(ModelError, match=f"{SECOND} does not come any further than 200000 of {SHARD_BYTES} bytes"):
+    with pytest.raises(ModelError, match=f"{SECOND} stopped at 200000 of {SHARD_BYTES} bytes"):
         fetch(model, options)
     store.faults.cuts = {}
     store.asked.clear()
@@ -202,11 +202,11 @@ def test_a_store_that_begins_anew_is_followed(
     assert found.path.joinpath(FIRST).read_bytes() == tmp_path.joinpath("there", FIRST).read_bytes()
 
 
-def test_a_file_that_came_wrong_is_fetched_again_and_one_that_always_does_is_never_used(
+def test_wrong_checksum_is_retried_then_rejected(
     store: BucketServer, model: RemoteModel, options: FetchOptions, tmp_path: Path
 ) -> None:
     store.faults.wrong = {"config.json": 1, FIRST: 99}
-    with pytest.raises(ModelError, match=f"{FIRST} came 2 times with another checksum"):
+    with pytest.raises(ModelError, match=f"{FIRST} was received 2 times with a wrong checksum"):
         fetch(model, options)
     assert options.folder is not None
     shelf = Shelf.of(options.folder, model)
@@ -223,7 +223,7 @@ def test_a_store_that_stumbles_is_asked_again(store: BucketServer, model: Remote
     fetched(model, options)
 
 
-def test_what_the_cache_has_is_served_while_the_store_is_silent(
+def test_cached_model_is_served_if_store_is_unavailable(
     model: RemoteModel, options: FetchOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = fetched(model, options)
@@ -309,7 +309,7 @@ def test_a_bucket_and_a_prefix_that_are_not_there_are_named(
 def test_pickles_are_refused_by_name(store: BucketServer, bucket: str, options: FetchOptions) -> None:
     store.client.put_object(Bucket=bucket, Key="old/config.json", Body=b"{}")
     store.client.put_object(Bucket=bucket, Key="old/pytorch_model.bin", Body=b"x")
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin alone.*never loaded"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin only.*never loaded"):
         fetch(RemoteModel(Scheme.S3, f"{bucket}/old"), options)
 
 
@@ -369,14 +369,14 @@ def test_without_credentials_the_bucket_is_asked_as_everybody_may(
     fetched(model, options)
     assert not any(one.is_signed for one in store.asked)
     store.faults.errors = [(403, "AccessDenied")]
-    with pytest.raises(ModelError, match=r"not everybody may read it \(AccessDenied\), and no credentials were found"):
+    with pytest.raises(ModelError, match=r"public access is denied \(AccessDenied\), and no credentials were found"):
         fetch(replace(model, place=f"{model.place}-private"), options)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_describes_a_model_comes_without_its_weights(
+def test_metadata_is_fetched_without_weights(
     store: BucketServer, model: RemoteModel, options: FetchOptions, tmp_path: Path
 ) -> None:
     found = describe(model, options, tmp_path / "described")

@@ -39,7 +39,7 @@ def test_two_engines_download_once(hub: HubServer, tmp_path: Path) -> None:
     assert len(weights) == 2  # one per shard
 
 
-def test_who_is_killed_leaves_what_he_had_and_no_lock(hub: HubServer, tmp_path: Path) -> None:
+def test_killed_download_keeps_bytes_and_releases_lock(hub: HubServer, tmp_path: Path) -> None:
     hub.faults.chunk_seconds = 0.5
     first = begun(hub, tmp_path / "cache")
     while not [one for one in hub.asked if one.path.startswith("/large/")]:
