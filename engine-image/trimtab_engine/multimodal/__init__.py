@@ -1,1 +1,1 @@
-"""Images and videos on their way into a prompt. `items` has the values that everybody below and above agrees on."""
+"""Images and videos of a prompt. `items` defines the values shared by the layers above and below."""

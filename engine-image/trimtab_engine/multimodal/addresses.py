@@ -1,17 +1,18 @@
-"""Which addresses belong to the public internet. Whatever a name resolves to, nothing else is connected to: not this
-machine, not its neighbours, not a cloud's metadata. Pure.
+"""Check that addresses are on the public internet. Media is fetched only from such addresses, never from this machine,
+its network, or a cloud's metadata service. Pure.
 """
 
 import ipaddress
 
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-"""What a network without IPv4 writes for it: the last 32 bits are the address that is meant (RFC 6052)."""
+"""NAT64 prefix of networks without IPv4: the last 32 bits are the real address (RFC 6052)."""
 IPv4_BITS = (1 << 32) - 1
 
 
 def is_public(address: str) -> bool:
-    """Whether this numeric address is somebody's on the internet. One that carries another address is judged by that;
-    False for what is no address."""
+    """Return True if this numeric address is on the public internet. An address that embeds another one is checked by
+    the embedded one; False if it is not an address.
+    """
     try:
         found = ipaddress.ip_address(address)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How a checkpoint says its images and videos are to be processed: files beside its weights."""
+"""Reads a checkpoint's processor files, which describe the processing of images and videos."""
 
 import json
 import re
@@ -17,9 +17,9 @@ from trimtab_engine.multimodal.reader import Processors
 from trimtab_engine.multimodal.tiles import Idefics3Tokens, InternVLTokens, Llama4Tokens, TileTokens
 
 WHOLE = "processor_config.json"
-"""What transformers 5 writes: all processors of a model, each under a name."""
+"""File written by transformers 5: all processors of a model, by name."""
 IMAGE, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
-"""What checkpoints had before. Those without a file for videos process them as images."""
+"""Older checkpoints' files. Without a video file, videos are processed like images."""
 
 TILE_WORDS = {
     "picture": "<|image|>",
@@ -35,11 +35,15 @@ PLACE = re.compile(r"<row_(\d+)_col_(\d+)>")
 
 
 def read_processors(folder: str) -> Processors:
-    """The model's processors. Raises ModelError for files that are missing, or say what is not supported."""
+    """Return the model's processors.
+
+    Raises:
+        ModelError: files are missing or not supported.
+    """
     image = _words(Path(folder), IMAGE, "image_processor")
     if image is None:
         raise ModelError(
-            f"{folder} has neither {IMAGE} nor {WHOLE}, which say how images are processed; fetch it again"
+            f"{folder} has neither {IMAGE} nor {WHOLE}, which configure image processing; fetch the checkpoint again"
         )
     if image[0].get("image_processor_type") in llama4.KNOWN_TYPES:
         tiled = llama4.TileProcessor.parse(*image, patch_size=_patch_size(Path(folder)))
@@ -68,7 +72,8 @@ def read_placeholders(folder: str, modalities: Sequence[Modality]) -> dict[Modal
 
 def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None = None) -> TileTokens | None:
     """The tokens around the tiles of a picture, by the words that the tokenizer has for them; None where pictures are
-    not cut into tiles. Raises ModelError for a tokenizer without them."""
+    not cut into tiles. Raises ModelError for a tokenizer without them.
+    """
     words = _words_around(processors.image, _object(Path(folder) / "config.json"))
     if words is None:
         return None
@@ -76,7 +81,7 @@ def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None 
     ids = _added_tokens(path)
     missing = [word for word in words.values() if word not in ids]
     if missing:
-        raise ModelError(f"{path} has no token {missing[0]}, which stands in the prompts of this model's images")
+        raise ModelError(f"{path} has no token {missing[0]}, which this model's image prompts need")
     named = {name: ids[word] for name, word in words.items()}
     if words is FRAME_WORDS:
         return InternVLTokens(**named)
@@ -84,7 +89,7 @@ def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None 
 
 
 def _words_around(processor: object, config: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """What is written around a picture's tiles; None: it has none."""
+    """Return the delimiters of an image's tiles, or None if it has none."""
     if isinstance(processor, llama4.TileProcessor):
         return TILE_WORDS
     if not isinstance(processor, fixed_resolution.SquareProcessor) or fixed_resolution.is_alone(config):
@@ -93,7 +98,7 @@ def _words_around(processor: object, config: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _added_tokens(path: Path) -> dict[str, int]:
-    """Ids by what stands for them in a text."""
+    """Return token ids by text."""
     tokens = _object(path).get("added_tokens")
     if tokens is not None and not isinstance(tokens, list):
         raise ModelError(f"{path}: added_tokens is {tokens!r:.100}; a list is needed")
@@ -129,7 +134,7 @@ def _parsed(found: tuple[Mapping[str, Any], str]) -> PatchProcessor:
 
 
 def _words(folder: Path, own: str, part: str) -> tuple[Mapping[str, Any], str] | None:
-    """The words, and where they stand; None: nowhere."""
+    """Return the settings and their file, or None if there is none."""
     if (folder / own).exists():
         return _object(folder / own), str(folder / own)
     if (folder / WHOLE).exists():

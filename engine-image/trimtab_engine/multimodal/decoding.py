@@ -1,8 +1,7 @@
-"""From the bytes of a file to pixels, by Pillow. It runs in a process that can be killed (worker.py): what comes here
-is a client's, and may be made to take for ever, or all memory.
+"""Decoding of image and video files to pixels with Pillow. Runs in a process that can be killed (worker.py): files are
+client input and may be crafted to use unlimited time or memory.
 
-Sizes are judged before anything is decoded, by what the file says of itself; what a file does not keep of its word ends
-with the process's own limits.
+Declared sizes are checked before decoding; a file that exceeds its declared size hits the process's resource limits.
 """
 
 import base64
@@ -20,7 +19,7 @@ from PIL import GifImagePlugin, Image, ImageOps, ImageSequence, UnidentifiedImag
 from trimtab_engine.errors import InvalidRequest
 
 MIMES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif", "BMP": "image/bmp"}
-"""What is decoded: Pillow's names and what files of them are called."""
+"""Supported formats: Pillow's names and their MIME types."""
 ANIMATED = ("GIF", "WEBP", "PNG")
 """Formats with several frames, which are videos when they are sent as such."""
 MOVIES = ("video/mp4", "video/webm")
@@ -33,15 +32,16 @@ ALIASES = {
 }
 FRAME_LIST = "video/jpeg"
 """A video as JPEG pictures, in base64 with commas between them: vLLM's form."""
-UNKNOWN_FPS = 24.0  # of frames without times: what transformers takes then
+UNKNOWN_FPS = 24.0  # frame rate of files without timestamps: transformers' default
 Pixels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """`max_pixels`: of one picture, and of all frames that are kept of a video, before they are resized. `max_frames`:
-    how many a video of pictures may have; `num_frames`: how many of them are kept, evenly spread. `max_movie_frames`
-    and `max_seconds`: what an MP4 or WebM may have."""
+    """Decoding limits. `max_pixels`: of one image, and of all sampled frames of a video, before resizing. `max_frames`:
+    frames of an animated image; `num_frames`: number of frames sampled evenly. `max_movie_frames` and `max_seconds`:
+    limits of MP4 and WebM.
+    """
 
     max_bytes: int = 32 << 20
     max_pixels: int = 32 << 20
@@ -60,7 +60,11 @@ class Frames:
 
 
 def decode_base64(text: str, limits: DecodeLimits) -> bytes:
-    """The content of a data: URL. Raises InvalidRequest for what is no base64, or too long."""
+    """Return the content of a data: URL.
+
+    Raises:
+        InvalidRequest: it is not base64, or too long.
+    """
     if len(text) // 4 * 3 > limits.max_bytes + 2:
         raise InvalidRequest(f"it has more than {limits.max_bytes} bytes; that is the most of one file")
     try:
@@ -70,8 +74,11 @@ def decode_base64(text: str, limits: DecodeLimits) -> bytes:
 
 
 def decode_image(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
-    """One picture, turned as its camera says, on white where it is transparent; of several frames the first. Raises
-    InvalidRequest, which names the limit or what is wrong."""
+    """Return one image, rotated by its EXIF orientation, on white where it is transparent; the first frame of several.
+
+    Raises:
+        InvalidRequest: a limit is exceeded or the file is invalid.
+    """
     with _opened(data, mime, limits) as image:
         return Frames([in_rgb(image)])
 
@@ -109,7 +116,7 @@ def decode_frame_list(texts: Sequence[str], limits: DecodeLimits) -> Frames:
 
 
 def kept_frames(num_frames: int, most: int) -> list[int]:
-    """Which frames of a video are kept: all, or so many from the first to the last at even distances."""
+    """Return the sampled frame numbers: all, or the given number at even distances from first to last."""
     if num_frames <= most:
         return list(range(num_frames))
     return [int(place) for place in np.linspace(0, num_frames - 1, most)]
@@ -119,7 +126,7 @@ def _opened(data: bytes, mime: str | None, limits: DecodeLimits, kinds: Sequence
     """The file, of which nothing is decoded yet."""
     names = ", ".join([*(MIMES[kind] for kind in kinds), *(MOVIES if kinds == ANIMATED else ())])
     check_num_bytes(data, limits)
-    Image.MAX_IMAGE_PIXELS = None  # its own check warns first; ours comes before any decoding
+    Image.MAX_IMAGE_PIXELS = None  # Pillow's own check would warn first; this one runs before any decoding
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what Pillow finds odd about a file
@@ -143,13 +150,13 @@ def check_num_bytes(data: bytes, limits: DecodeLimits) -> None:
 
 
 def check_mime(said: str | None, found: str) -> None:
-    """Raise InvalidRequest for a file that is said to be another kind than it is; None: nothing is said."""
+    """Raise InvalidRequest if the declared type differs from the real one; None if no type is declared."""
     if said is not None and said != found:
-        raise InvalidRequest(f"it is said to be {said[:80]}, but is {found}")
+        raise InvalidRequest(f"its declared type is {said[:80]}, but it is {found}")
 
 
 def check_pixels(width: int, height: int, limits: DecodeLimits, times: int = 1) -> None:
-    """Raise InvalidRequest for a picture, or so many of them, with none or too many pixels."""
+    """Raise InvalidRequest for an image, or a number of frames, with no pixels or too many."""
     if min(width, height) < 1 or width * height * times > limits.max_pixels:
         frames = f" in {times} frames" if times > 1 else ""
         raise InvalidRequest(f"it has {width} x {height} pixels{frames}; at most {limits.max_pixels} are decoded")
@@ -196,7 +203,11 @@ def _each_frame(image: Image.Image, num_frames: int) -> Iterator[tuple[int, Imag
 
 
 def in_rgb(image: Image.Image) -> Image.Image:
-    """As transformers does it: turned as its camera says, on white. Raises InvalidRequest where it cannot be read."""
+    """Return RGB pixels as transformers computes them: rotated by the EXIF orientation, on white.
+
+    Raises:
+        InvalidRequest: the file cannot be read.
+    """
     try:
         image.load()
         turned = ImageOps.exif_transpose(image)

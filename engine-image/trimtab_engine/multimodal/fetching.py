@@ -1,11 +1,11 @@
-"""Content of images and videos that are not sent along: files below the allowed folder, and what allowed hosts answer.
+"""Fetches media by URL: files below the allowed folder, and responses of allowed hosts.
 
 ```
-URL ── sources.py: allowed, plainly spelt ──> name ── resolved once, here ──> addresses, all public?
-                                                                                   │ those very ones are connected to
-       <── judged again from the start ── redirect ── answer: status, type, size, in time ── content
+URL ── sources.py: allowed, canonical ──> name ── resolved once, here ──> addresses, all public?
+                                                                                   │ connect to exactly these
+       <── checked again from the start ── redirect ── answer: status, type, size, in time ── content
 ```
-So a name that means another address the next time it is asked (DNS rebinding) gains nothing.
+A name is resolved once, which defeats DNS rebinding.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ REDIRECTS = frozenset({301, 302, 303, 307, 308})
 CHUNK_BYTES = 1 << 16
 MEDIA = ("image/", "video/")
 UNSAID = frozenset({"", "application/octet-stream", "binary/octet-stream"})
-"""Content types of servers that do not say what a file is."""
+"""Generic content types of servers that do not know a file's type."""
 HEADERS = {"User-Agent": "trimtab-engine", "Accept": "image/*, video/*", "Accept-Encoding": "identity"}
 
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How much one file may be, how long it may take with all redirects, and how many are fetched at once."""
+    """Limits: bytes of one file, time including all redirects, and concurrent fetches."""
 
     max_bytes: int = 32 << 20
     seconds: float = 10.0
@@ -45,14 +45,14 @@ class FetchLimits:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A file as it came. `mime` is what was said of it, in lower case; None: nothing was."""
+    """A fetched file. `mime`: the declared type in lower case; None if there is none."""
 
     data: bytes
     mime: str | None = None
 
 
 class MediaFetcher:
-    """Reads what `allowed` allows. `resolver` stands in for the system's in tests."""
+    """Fetches URLs that `allowed` permits. `resolver` replaces the system's resolver in tests."""
 
     def __init__(
         self,
@@ -65,7 +65,11 @@ class MediaFetcher:
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, source: LocalFile | RemoteFile) -> Content:
-        """The content of one file. InvalidRequest says why there is none."""
+        """Return the content of one file.
+
+        Raises:
+            InvalidRequest: the file cannot be fetched, with the reason.
+        """
         async with self._free:
             try:
                 async with asyncio.timeout(self._limits.seconds):
@@ -106,7 +110,7 @@ class MediaFetcher:
         if mime not in UNSAID and not mime.startswith(MEDIA):
             raise InvalidRequest(f"{source.host} sends {mime[:80]!r}, which is no image or video")
         if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise InvalidRequest(f"{source.host} sends the file compressed, which was not asked for")
+            raise InvalidRequest(f"{source.host} sends the file compressed, which was not requested")
         data = bytearray()
         limit = self._limits.max_bytes
         if answer.content_length is None or answer.content_length <= limit:
@@ -119,7 +123,7 @@ class MediaFetcher:
         raise InvalidRequest(f"{source.host} sends more than {limit} bytes; that is the most of one file")
 
     def _opened(self) -> aiohttp.ClientSession:
-        """The session, whose connections, cookies and credentials no two files share."""
+        """Create the session; files share no connections, cookies or credentials."""
         if self._session is None:
             resolver = _PublicResolver(self._resolver or aiohttp.ThreadedResolver())
             connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, force_close=True, limit=0)
@@ -134,8 +138,9 @@ class MediaFetcher:
         return self._session
 
     def _read(self, path: str) -> bytes:
-        """A regular file below the allowed folder, wherever links lead. What lies elsewhere is not told from what is
-        missing."""
+        """Open a regular file below the allowed folder, after resolving links. Files elsewhere give the same error as
+        missing ones.
+        """
         assert self._allowed.local_path is not None  # a LocalFile is made where there is one
         root = Path(os.path.realpath(self._allowed.local_path))
         missing = InvalidRequest(f"there is no file {path[:200]!r} below the folder that is read here")
@@ -147,7 +152,7 @@ class MediaFetcher:
         except OSError:
             raise missing from None
         try:
-            opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # what the path meant when it was opened
+            opened = Path(os.readlink(f"/proc/self/fd/{descriptor}"))  # resolved when it was opened
             if not opened.is_relative_to(root) or not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise missing
             with open(descriptor, "rb", closefd=False) as file:
@@ -179,7 +184,7 @@ class _PublicResolver(AbstractResolver):
     ) -> list[ResolveResult]:
         found = await self._inner.resolve(host, port, family)
         if not all(is_public(result["host"]) for result in found):
-            raise _NotPublic(f"{host} is the name of an address within a network, which is not asked")
+            raise _NotPublic(f"{host} resolves to a private address, which is not allowed")
         return found
 
     async def close(self) -> None:

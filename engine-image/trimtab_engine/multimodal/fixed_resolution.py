@@ -1,13 +1,13 @@
-"""What towers that know squares of one size are given of a picture, by the words of the checkpoint: LLaVA's one square,
-and the several of Idefics3, SmolVLM and InternVL.
+"""Image processing for vision encoders with fixed-resolution inputs, from the checkpoint's settings: one square for
+LLaVA, several for Idefics3, SmolVLM and InternVL.
 
 ```
- the middle, or the whole squeezed     cut: as large as squares allow, and the whole picture as one more
+ centre crop, or resized to a square   split: resized to a grid of squares, and a thumbnail
  ┌───┬─────┬───┐                       ┌─────┬─────┐
- │   │  0  │   │                       │  0  │  1  │   and 2: the whole picture, squeezed
+ │   │  0  │   │                       │  0  │  1  │   and 2: the thumbnail
  └───┴─────┴───┘                       └─────┴─────┘
 ```
-A square is one row of 8-bit values, channels slowest; what they mean is a table (multimodal/qwen2_5_vl.py).
+A square is one row of 8-bit values, channel-major; a table converts them to the encoder's input (qwen2_5_vl.py).
 """
 
 import math
@@ -33,9 +33,9 @@ ENDINGS = ("", "Fast", "Pil")
 KNOWN_TYPES = tuple(kind + ending for kind in (*CUTTING, *FITTING, *SQUEEZING, *CROPPING) for ending in ENDINGS)
 SINGLE_RANK, SHUFFLED = "llava", "internvl"  # model_type
 WITH_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Towers of LLaVA's kind, and their rows beside those of patches."""
+"""Encoders of LLaVA's kind, and their rows in addition to the patches."""
 BICUBIC, LANCZOS = 3, 1  # Pillow's numbers for them, which checkpoints have
-UNSAID_EDGE = 224  # pixels: what CLIP's shorter edge becomes where its file says nothing
+UNSAID_EDGE = 224  # pixels: CLIP's default shorter edge
 MAX_SQUARES = 256  # of a picture
 Grid = tuple[int, int, int]
 Size = tuple[int, int]
@@ -44,22 +44,23 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SquareProcessor:
-    """How pictures become squares."""
+    """Settings of image processing."""
 
     square_size: int
     """Pixels along a side."""
     tokens_per_square: int
     shorter_edge: int | None = None
-    """Of the picture of which the middle is taken, in its proportions."""
+    """Shorter edge of the resized image before the centre crop; keeps the aspect ratio."""
     squeezed: tuple[int, int] | None = None
-    """Height and width of the picture of which the middle is taken, whatever its own are; None, without a shorter edge
-    either: those of a square, and the middle is the whole."""
+    """Height and width of the resized image before the centre crop, independent of the aspect ratio. If None and there
+    is no shorter edge, the image is resized to the square and not cropped."""
     longer_edge: int | None = None
-    """Of the picture that is cut into as many squares as that takes; None: it is cut otherwise, or not."""
+    """Longest edge of the image that is split into squares; None if it is split differently, or not at all."""
     num_squares: tuple[int, int] | None = None
-    """How few and how many squares a picture is cut into, those whose shape is nearest to its own; None: likewise."""
+    """Minimum and maximum number of squares of a split image, with the grid nearest to its aspect ratio; None likewise.
+    """
     pads: bool = False
-    """Whether pictures are first made square by a border of the mean colour."""
+    """True if images are first padded to a square with the mean colour."""
     resample: int = BICUBIC
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
@@ -70,10 +71,13 @@ class SquareProcessor:
     def parse(
         cls, words: Mapping[str, Any], where: str, *, square_size: int, tokens_per_square: int
     ) -> "SquareProcessor":
-        """Read preprocessor_config.json; what a square is to the tower, config.json says. Raises ModelError for what is
-        not done here."""
+        """Read preprocessor_config.json; config.json gives the encoder's input size.
+
+        Raises:
+            ModelError: a setting is not supported.
+        """
         kind = _kind(words, where)
-        splitting = ("do_image_splitting",) if kind in CUTTING else ()  # do_convert_rgb: what is decoded is RGB
+        splitting = ("do_image_splitting",) if kind in CUTTING else ()  # do_convert_rgb: images are always RGB
         for step in ("do_resize", "do_rescale", "do_normalize", *splitting):
             if not flag(words, step, True, where):
                 raise ModelError(f"{where}: {step} is {words[step]!r}; only true is built")
@@ -113,11 +117,11 @@ class SquareProcessor:
         if edges(words, key, where) not in built:
             raise ModelError(
                 f"{where}: {key} is {words.get(key)!r:.100}; {_written(built)} is needed, since the tower's "
-                f"image_size is {side}, and squares of that size alone are built"
+                f"image_size is {side}, and only squares of that size are supported"
             )
         if min(self.squeezed or (self.shorter_edge or side,)) < side:
             raise ModelError(
-                f"{where}: size is {words.get('size')!r:.100}; a square of {side} pixels does not lie within"
+                f"{where}: size is {words.get('size')!r:.100}; it is smaller than the square of {side} pixels"
             )
         if self.num_squares is not None and not self.num_squares[0] <= self.num_squares[1] < MAX_SQUARES:
             raise ModelError(
@@ -139,7 +143,7 @@ class SquareProcessor:
         return len(self.mean) * self.square_size**2
 
     def tiles(self, height: int, width: int) -> Size | None:
-        """Rows and columns of squares for a picture of this size; None: it is never cut."""
+        """Return rows and columns of squares for an image of this size, or None if images are never split."""
         if self.num_squares is not None:
             return self._nearest_shape(height, width)
         if self.longer_edge is None:
@@ -148,8 +152,9 @@ class SquareProcessor:
         return tall // self.square_size, wide // self.square_size
 
     def _nearest_shape(self, height: int, width: int) -> Size:
-        """Rows and columns whose shape is nearest to the picture's; of equal ones the most, while the picture has more
-        than half of their pixels. Their order is that of transformers, of which the first of equals counts."""
+        """Return the grid nearest to the image's aspect ratio; of equally near ones the largest that has less than
+        twice the image's pixels. Grids are ordered as in transformers, which takes the first of equals.
+        """
         assert self.num_squares is not None
         few, many = self.num_squares
         shapes = [
@@ -249,7 +254,7 @@ class SquareProcessor:
         return picture.resize((size[1], size[0]), resample=Image.Resampling(self.resample))
 
     def meanings(self) -> NDArray[np.float32]:
-        """[channels, 256] float32: what a value of a channel is to the tower, bit for bit as transformers says."""
+        """Return [channels, 256] float32: the encoder's input for each 8-bit value, bit-identical to transformers."""
         return meanings_of(self.mean, self.std, self.rescale_factor)
 
 
@@ -257,11 +262,11 @@ def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
     """Pixels along a side of the tower's squares, and the tokens that become of one. Raises ModelError."""
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
-        raise ModelError(f"{where}: vision_config is {vision!r:.100}; an object is needed")
+        raise ModelError(f"{where}: vision_config must be an object ({vision!r:.100})")
     inside = f"{where}: vision_config"
     side, patch = (side_of(vision, name, inside) for name in ("image_size", "patch_size"))
     if side > MAX_EDGE:
-        raise ModelError(f"{inside}: image_size is {side}; squares of {MAX_EDGE} pixels at most are built")
+        raise ModelError(f"{inside}: image_size is {side}; squares of at most {MAX_EDGE} pixels are supported")
     along = side // patch
     if config.get("model_type") == SHUFFLED:
         return side, _shuffled(config, along, where) ** 2
@@ -292,22 +297,26 @@ def _shuffled(config: Mapping[str, Any], along: int, where: str) -> int:
 
 
 def is_alone(config: Mapping[str, Any]) -> bool:
-    """Whether a picture is one square, with nothing written around it."""
+    """Return True if an image is one square without delimiters."""
     return config.get("model_type") == SINGLE_RANK
 
 
 def side_of(words: Mapping[str, Any], name: str, where: str) -> int:
-    """Pixels along a side, which may be said for both. Raises ModelError."""
+    """Return the side in pixels from a number or an object of equal edges.
+
+    Raises:
+        ModelError: the value is missing or not square.
+    """
     said = words.get(name)
     if said is None:
-        raise ModelError(f"{where}: {name} is not said; pixels along a side are needed")
+        raise ModelError(f"{where}: {name} is missing; a side length in pixels is needed")
     if isinstance(said, list | tuple) and said and all(each == said[0] for each in said):
         said = said[0]
     return whole({name: said}, name, 1, where)
 
 
 def _kind(words: Mapping[str, Any], where: str) -> str:
-    """The processor's name without what says how transformers computes it."""
+    """Return the processor's name without the suffix of transformers' implementation."""
     said = words.get("image_processor_type")
     if said not in KNOWN_TYPES:
         raise ModelError(
@@ -318,18 +327,18 @@ def _kind(words: Mapping[str, Any], where: str) -> str:
 
 
 def _written(built: Sequence[Mapping[str, int]]) -> str:
-    """As a file says such edges."""
+    """Return the text of edges for messages."""
     return " or ".join(str(each.get("", dict(each))) for each in built)
 
 
 def _shorter_edge(words: Mapping[str, Any], where: str) -> int | None:
-    """What the shorter edge becomes before the middle is taken; None: `size` has both edges."""
+    """Return the shorter edge before the centre crop, or None if `size` has both edges."""
     size = edges(words, "size", where) or {"": UNSAID_EDGE}
     if size.keys() == {"height", "width"}:
         return None
     if size.keys() not in ({""}, {"shortest_edge"}):
         raise ModelError(
-            f"{where}: size is {words['size']!r:.100}; supported are shortest_edge alone, and height and width"
+            f"{where}: size is {words['size']!r:.100}; supported are only shortest_edge, or height and width"
         )
     return next(iter(size.values()))
 
@@ -345,7 +354,7 @@ def _longer_edge(kind: str, words: Mapping[str, Any], square_size: int, where: s
         return None
     size = edges(words, "size", where) or {"longest_edge": 4 * square_size}
     if size.keys() != {"longest_edge"}:
-        raise ModelError(f"{where}: size is {words['size']!r:.100}; longest_edge alone is needed")
+        raise ModelError(f"{where}: size is {words['size']!r:.100}; only longest_edge is supported")
     return size["longest_edge"]
 
 

@@ -1,14 +1,14 @@
-"""What an image or a video is to a request: where in the prompt it stands, how many tokens it takes, what a tower reads
-of it. Plain values that travel in messages; sizes and hashes are what a scheduler needs of them.
+"""Images and videos of a request: their position in the prompt, number of tokens, and input for the vision encoder.
+Plain values that are sent in messages; the scheduler uses their sizes and hashes.
 
 ```
 chat parts      "Look: "        image          " and "      video
 token ids       | 5 | 81 | pad pad pad pad | 12 | pad pad pad pad pad pad | 7 |      placeholders are expanded
 spans                    |---- offset 2 ---|    |------- offset 7 --------|
-embeddings      from the table | from the tower | table |   from the tower  | table
+embeddings      from the table |  vision encoder | table |  vision encoder   | table
 ```
-Every token of a span is a placeholder: its embedding is a row of what the tower makes of the item, in order. What
-stands around an item (a token that begins vision, one that ends it) is text.
+Every token of a span is a placeholder: its embedding is a row of the encoder output, in order. Delimiters around an
+item (vision start and end tokens) are text.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,16 @@ MEANINGS_BYTES = 4 * 256  # of one channel: a float32 for each value of 8 bits
 
 
 class Patches(msgspec.Struct, array_like=True, frozen=True):
-    """What a processor made of one item: a row per patch, in the tower's own order (patches.py makes numbers of it)."""
+    """Processor output for one item: a row per patch, in the encoder's own order (patches.py converts it to
+    numbers).
+    """
 
     row_size: int
     """Values per patch: channels, frames per patch, height and width of a patch multiplied, channels slowest."""
     values: bytes
-    """8 bits each, row after row, as pictures have them: a quarter of what the tower reads."""
+    """8-bit values, row-major, as in images: a quarter of the size of the encoder's input."""
     meanings: bytes
-    """float32 [channels, 256], little-endian: what a value of a channel is to the tower, normalised."""
+    """float32 [channels, 256], little-endian: the normalised encoder input for each 8-bit value."""
 
     @property
     def num_rows(self) -> int:
@@ -43,7 +45,7 @@ class Patches(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether rows and table are whole, and fit each other."""
+        """Return True if rows and table are complete and have matching sizes."""
         channels = self.num_channels
         return (
             channels > 0
@@ -55,33 +57,34 @@ class Patches(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MultiModalItem(msgspec.Struct, array_like=True, frozen=True):
-    """One image or one video. Complete when built: whoever has the patches elsewhere puts them in before a core
-    schedules it."""
+    """One image or one video. Complete when built: patches kept elsewhere are restored before a core schedules the
+    item.
+    """
 
     modality: Modality
     content_hash: bytes
-    """Names what the tower makes of it: a digest over the content, the model and how it was processed."""
+    """Key of the encoder output: a digest of the content, the model and the processing."""
     num_tokens: int
     """Placeholders in the prompt, and rows of embeddings: patches after merging."""
     grid: tuple[int, int, int]
     """Patches over time, height and width, before merging: an image has one over time."""
     patches: Patches | None
-    """None: the core has them by content_hash, from an item before it in the prompt or from a request before."""
+    """None if the core has them by content_hash, from an earlier item or request."""
     seconds_per_step: float = 1.0
-    """Of a video: how long one patch over time lasts. It sets how far apart positions over time are."""
+    """Seconds per temporal patch of a video. Determines the distance of positions over time."""
     tiles: tuple[int, int] | None = None
-    """Rows and columns of a picture that is cut into tiles, before each becomes an item of its own (tiles.py); `grid`
-    then counts tiles over time."""
+    """Rows and columns of an image that is split into tiles, before each becomes an item (tiles.py); `grid` then counts
+    tiles over time."""
 
     @property
     def num_patches(self) -> int:
-        """What the tower computes for it."""
+        """Number of embeddings that the vision encoder computes."""
         time, height, width = self.grid
         return time * height * width
 
 
 class Span(msgspec.Struct, array_like=True, frozen=True):
-    """An item in a prompt whose placeholders have been expanded: tokens [offset, end)."""
+    """An item in a prompt with expanded placeholders: tokens [offset, end)."""
 
     offset: int
     item: MultiModalItem
@@ -92,8 +95,9 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 
 def check_spans(spans: Sequence[Span], num_prompt_tokens: int) -> None:
-    """Raise InvalidRequest unless the spans lie in the prompt, one after the other, each of one token or more and with
-    as many patches as its grid says."""
+    """Raise InvalidRequest unless the spans are inside the prompt, in order, non-empty, and have the number of patches
+    of their grids.
+    """
     free_from = 0
     for number, span in enumerate(spans):
         item = span.item

@@ -1,13 +1,13 @@
-"""What Llama 4 is given of a picture (Meta 2025), by the words of the checkpoint: tiles of one size.
+"""Image processing for Llama 4 (Meta 2025), from the checkpoint's settings: tiles of one size.
 
-A picture is resized to fit one of the canvases that so many tiles make, without distortion, and filled up with black;
-one that takes several tiles follows as a whole as well, squeezed into one more:
+An image is resized to fit one of the canvases made of tiles, keeping its aspect ratio, and padded with black; an image
+of several tiles also has a thumbnail, resized to one tile:
 
 ```
-┌────┬────┐          rows of the tiles, row by row, then of the whole picture; within a tile as multimodal/qwen2_5_vl.py
-│ 0  │ 1 ▒│          draws them, those that become one token next to each other
+┌────┬────┐          rows of the tiles, row by row, then of the thumbnail; within a tile as drawn in qwen2_5_vl.py:
+│ 0  │ 1 ▒│          patches of one token are next to each other
 ├────┼────┤
-│ 2  │ 3 ▒│  and 4: the whole picture
+│ 2  │ 3 ▒│  and 4: the thumbnail
 └────┴────┘
 ```
 """
@@ -27,7 +27,7 @@ from trimtab_engine.multimodal.processor_words import NUM_LEVELS, channels, numb
 
 BILINEAR = 2  # Pillow's number for it, which checkpoints have
 KNOWN_TYPES = ("Llama4ImageProcessor", "Llama4ImageProcessorFast")
-MAX_TILES = 64  # of a picture: four times what is published
+MAX_TILES = 64  # of an image: four times the published number
 MERGE_SIZE = 2  # patches along a side of a token: the tower's pixel shuffle by 0.5
 Grid = tuple[int, int, int]
 Size = tuple[int, int]
@@ -36,13 +36,13 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TileProcessor:
-    """How pictures become rows of patches, tile after tile."""
+    """Settings of image processing: images to rows of patches, tile after tile."""
 
     patch_size: int
     tile_size: int = 336
     max_tiles: int = 16
     fills_canvas: bool = False
-    """Whether pictures are enlarged to the largest canvas that they fit without distortion."""
+    """True if images are enlarged to the largest canvas that fits their aspect ratio."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     rescale_factor: float = 1 / 255
@@ -50,7 +50,11 @@ class TileProcessor:
 
     @classmethod
     def parse(cls, words: Mapping[str, Any], where: str, *, patch_size: int) -> "TileProcessor":
-        """Read preprocessor_config.json. `patch_size`: the tower's. Raises ModelError for what is not done here."""
+        """Read preprocessor_config.json. `patch_size`: of the vision encoder.
+
+        Raises:
+            ModelError: a setting is not supported.
+        """
         for step in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if words.get(step, True) is not True:
                 raise ModelError(f"{where}: {step} is {words[step]!r}; only true is built")
@@ -83,7 +87,8 @@ class TileProcessor:
 
     def tiles(self, height: int, width: int) -> Size:
         """Rows and columns of the canvas for a picture of this size: that which shrinks it least, and enlarges it least
-        where none shrinks it; of equal ones the smallest."""
+        where none shrinks it; of equal ones the smallest.
+        """
         scales = {
             canvas: min(
                 np.float32(canvas[0] * self.tile_size) / np.float32(height),
@@ -98,7 +103,7 @@ class TileProcessor:
         )
 
     def _canvases(self) -> list[Size]:
-        """In the order of transformers, of which the first of equals counts: by shape, larger ones first."""
+        """Return the canvases in transformers' order, which takes the first of equals: by shape, larger ones first."""
         by_shape: dict[float, list[Size]] = {}
         for count in range(self.max_tiles, 0, -1):
             for rows in range(1, count + 1):
@@ -144,8 +149,9 @@ class TileProcessor:
         return cut_into_rows(cut, patch_size=self.patch_size, merge_size=MERGE_SIZE, frames_per_patch=1)
 
     def meanings(self) -> NDArray[np.float32]:
-        """[channels, 256] float32: what a value of a channel is to the tower; rounded to bfloat16 after each step, as
-        transformers does."""
+        """Return [channels, 256] float32: the encoder's input for each 8-bit value; rounded to bfloat16 after each
+        step, as in transformers.
+        """
         levels = _bfloat16(np.arange(NUM_LEVELS, dtype=np.float32) * np.float32(self.rescale_factor))
         mean, std = (_bfloat16(np.array(each, dtype=np.float32))[:, None] for each in (self.mean, self.std))
         return _bfloat16(_bfloat16(levels[None, :] - mean) / std)

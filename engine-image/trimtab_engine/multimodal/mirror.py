@@ -1,8 +1,8 @@
-"""An item's patches are sent to an engine core once: as long as it keeps them, their hash is enough. Nor are its
-placeholders sent, of which a large image has thousands.
+"""Cache protocol that sends an item's patches to an engine core once: while the core keeps them, their hash is enough.
+Placeholders (thousands for a large image) are not sent either.
 
-Both ends of a connection keep the same list by the same rule, in the order of the messages: the sender's has sizes, the
-core's has patches. So the sender knows what the core has without asking.
+Both ends of a connection keep the same LRU list, updated in message order: the sender's has sizes, the core's has
+patches. So the sender knows the core's contents without a request.
 
 ```
 sender   hash → size   ── message 1: hash, patches ──>  hash → patches   core
@@ -26,7 +26,9 @@ Kept = TypeVar("Kept")
 
 
 class _Recent(Generic[Kept]):
-    """The one rule: the newest stay, as far as their bytes fit; what is larger than all is never kept."""
+    """The shared eviction rule: the newest entries stay within the byte limit; an entry larger than the limit is never
+    kept.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -61,8 +63,9 @@ class Sender:
         self._there: _Recent[bool] = _Recent(max_bytes)
 
     def shortened(self, token_ids: Sequence[int], spans: Sequence[Span]) -> tuple[list[int], tuple[Span, ...]]:
-        """What to send of a prompt and its spans, whose items are whole: one placeholder for each, and no patches that
-        are there already."""
+        """Return the message form of a prompt and its spans, whose items are complete: one placeholder per item, and no
+        patches that the core has.
+        """
         return fold(token_ids, spans), tuple(self._shortened(span) for span in spans)
 
     def _shortened(self, span: Span) -> Span:
@@ -73,7 +76,7 @@ class Sender:
         return span
 
     def clear(self) -> None:
-        """Forget what is there: the next message says so."""
+        """Clear the sender's list: the next message tells the core to clear too."""
         self._there.clear()
 
 
@@ -85,12 +88,13 @@ class Receiver:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds."""
+        """Number of bytes in the cache."""
         return self._patches.num_bytes
 
     def completed(self, folded: Sequence[int], spans: Sequence[Span]) -> tuple[list[int], tuple[Span, ...]]:
         """The prompt and its spans as they were before they were shortened. Raises IntegrityError when the two ends
-        differ, InvalidRequest when an item is nowhere in the prompt."""
+        differ, InvalidRequest when an item is nowhere in the prompt.
+        """
         completed = tuple(self._completed(span) for span in spans)
         return unfold(folded, completed), completed
 

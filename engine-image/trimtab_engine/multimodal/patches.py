@@ -12,8 +12,9 @@ from trimtab_engine.multimodal.processor_words import NUM_LEVELS
 def cut_into_rows(
     pixels: NDArray[np.uint8], *, patch_size: int, merge_size: int, frames_per_patch: int
 ) -> NDArray[np.uint8]:
-    """pixels [pictures, height, width, channels], whose sides and number are multiples of what becomes one token ->
-    [num_patches, channels * frames * patch * patch], those of one token next to each other."""
+    """Return patches [num_patches, channels * frames * patch * patch], those of one token next to each other. pixels
+    [images, height, width, channels]: sides and number must be multiples of a token's.
+    """
     pictures, height, width, channels = pixels.shape
     patch, merge, frames = patch_size, merge_size, frames_per_patch
     tall, wide = height // patch // merge, width // patch // merge
@@ -24,7 +25,7 @@ def cut_into_rows(
 
 
 def meanings_of(mean: Sequence[float], std: Sequence[float], rescale_factor: float) -> NDArray[np.float32]:
-    """[channels, 256] float32: what a value of 8 bits is to the tower, rounded as transformers rounds it."""
+    """Return [channels, 256] float32: the encoder's input for each 8-bit value, rounded as transformers does."""
     levels = (np.arange(NUM_LEVELS, dtype=np.float64) * rescale_factor).astype(np.float32)
     means, deviations = (np.array(each, dtype=np.float32)[:, None] for each in (mean, std))
     return np.asarray((levels[None, :] - means) / deviations, dtype=np.float32)

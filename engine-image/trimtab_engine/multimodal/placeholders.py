@@ -1,8 +1,8 @@
-"""A prompt's placeholders: a chat template writes one token per image or video, and each becomes as many as the tower
-makes rows of the item. Pure.
+"""Expansion of a prompt's placeholders: a chat template writes one token per image or video, and each becomes as many
+tokens as the encoder output has rows. Pure.
 
 ```
-written    5 81 [image] 12 [video] 7            what the template wrote; what is folded
+written    5 81 [image] 12 [video] 7            written by the template, or folded
 expanded   5 81 [image][image][image][image] 12 [video]…[video] 7
 ```
 """
@@ -17,7 +17,8 @@ def expand(
     token_ids: Sequence[int], items: Sequence[MultiModalItem], placeholders: Mapping[Modality, int]
 ) -> tuple[list[int], tuple[Span, ...]]:
     """The prompt with room for all items, and where they are. Raises InvalidRequest unless the template has written a
-    placeholder for each, in their order."""
+    placeholder for each, in their order.
+    """
     modality_of = {token_id: modality for modality, token_id in placeholders.items()}
     expanded: list[int] = []
     spans: list[Span] = []
@@ -70,13 +71,17 @@ def fold(token_ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
 
 
 def unfold(folded: Sequence[int], spans: Sequence[Span]) -> list[int]:
-    """What was folded. Raises InvalidRequest where an item's place is not in it."""
+    """Return the folded token ids.
+
+    Raises:
+        InvalidRequest: an item's placeholder is missing.
+    """
     token_ids: list[int] = []
     copied = 0
     for span in spans:
         place = copied + span.offset - len(token_ids)
         if not copied <= place < len(folded):
-            raise InvalidRequest(f"a multi-modal item stands at token {span.offset}, which the prompt does not have")
+            raise InvalidRequest(f"a multi-modal item starts at token {span.offset}, which is outside the prompt")
         token_ids += folded[copied:place]
         token_ids += [folded[place]] * span.item.num_tokens
         copied = place + 1

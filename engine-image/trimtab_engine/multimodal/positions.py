@@ -1,5 +1,5 @@
-"""Where the tokens of a prompt with images are, to a rope of three positions per token (Qwen2-VL, arXiv:2409.12191,
-section 2.1): over time, height and width. Pure.
+"""Token positions of a prompt with images, for a rope with three positions per token (Qwen2-VL, arXiv:2409.12191,
+section 2.1): time, height and width. Pure.
 
 ```
 token      text  text | image of 2 x 3 tokens        | text  text | output …
@@ -7,9 +7,9 @@ time       0     1    | 2   2   2   2   2   2        | 5     6    | 7
 height     0     1    | 2   2   2   3   3   3        | 5     6    | 7
 width      0     1    | 2   3   4   2   3   4        | 5     6    | 7
 ```
-Text goes on behind the longer side of an image or a video, however long it lasts: as far from the tokens' own places as
-`delta` says of all that comes after the prompt. What is generated counts on as the prompt's own text does, so that a
-later prompt that holds it as text finds it in the prefix cache with the positions that it would have itself.
+Text continues after the longer side of an image or a video, however long it lasts: `delta` is the difference between
+position and token index for all tokens after the prompt. Generated tokens continue like text of the prompt, so that a
+later prompt with the same text finds it in the prefix cache with the same positions.
 """
 
 import struct
@@ -24,7 +24,7 @@ Axes = tuple[list[int], list[int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class RopePositions:
-    """Those of one request. `delta` is what a token behind the prompt has beyond its place among the tokens."""
+    """Positions of one request. `delta`: difference between the position and the index of tokens after the prompt."""
 
     prompt: Axes
     delta: int
@@ -33,7 +33,9 @@ class RopePositions:
     def of(
         cls, spans: Sequence[Span], num_prompt_tokens: int, *, merge_size: int, tokens_per_second: int
     ) -> "RopePositions":
-        """`merge_size`: patches along a side of a token; `tokens_per_second`: how fast time goes in videos."""
+        """Position settings. `merge_size`: patches along a side of a token; `tokens_per_second`: temporal positions per
+        second of video.
+        """
         axes: Axes = ([], [], [])
         position = 0
         for span in spans:
@@ -45,14 +47,14 @@ class RopePositions:
         return cls(axes, behind - num_prompt_tokens)
 
     def between(self, start: int, end: int) -> Axes:
-        """Those of tokens [start, end), of the prompt or behind it."""
+        """Return positions of tokens [start, end), in or after the prompt."""
         behind = range(max(start, len(self.prompt[0])) + self.delta, end + self.delta)
         time, height, width = ([*axis[start:end], *behind] for axis in self.prompt)
         return time, height, width
 
 
 def _add_text(axes: Axes, end: int, position: int) -> int:
-    """Go on with text up to token `end`. Returns the position behind it."""
+    """Append text positions up to token `end`. Return the next position."""
     behind = position + end - len(axes[0])
     for axis in axes:
         axis.extend(range(position, behind))
@@ -60,7 +62,7 @@ def _add_text(axes: Axes, end: int, position: int) -> int:
 
 
 def _places(item: MultiModalItem, merge_size: int, tokens_per_second: int) -> Axes:
-    """Where its tokens are within the item, in their order."""
+    """Return positions of an item's tokens relative to its start, in order."""
     times, tall, wide = item.grid[0], item.grid[1] // merge_size, item.grid[2] // merge_size
     pace = _single(tokens_per_second * item.seconds_per_step) if item.modality == "video" else 1.0
     in_step = range(tall * wide)

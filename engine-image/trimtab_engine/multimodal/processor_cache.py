@@ -1,7 +1,5 @@
-"""What was made of images and videos before, by what they are: a conversation sends its pictures again at every turn.
-
-The least recently used go when the bytes do not suffice. Two requests that bring the same picture at once have it made
-once.
+"""LRU cache of processed images and videos: a conversation resends its images with every turn. Concurrent requests with
+the same image share one computation.
 """
 
 import asyncio
@@ -12,8 +10,9 @@ from trimtab_engine.multimodal.items import MultiModalItem, Patches
 
 
 class ProcessorCache:
-    """Items by content hash, in up to `max_bytes` of patches; 0: nothing is kept. `on_lookup` is told of each item that
-    is asked for whether it was there."""
+    """Items by content hash, up to `max_bytes` of patches; 0 disables caching. `on_lookup` is called for each lookup
+    with True for a hit.
+    """
 
     def __init__(self, max_bytes: int, on_lookup: Callable[[bool], None] = lambda found: None) -> None:
         self._max_bytes, self._on_lookup = max_bytes, on_lookup
@@ -25,8 +24,9 @@ class ProcessorCache:
     async def get(
         self, content_hash: bytes, make: Callable[[], Awaitable[MultiModalItem]], *, source: str = ""
     ) -> MultiModalItem:
-        """The item of this name, which `make` makes if there is none, of `source` where the name alone does not say of
-        what. What that raises is for all who wait for it, who named the same source."""
+        """Return the item of this name, computed by `make` on a miss; `source` distinguishes items if the name is not
+        unique. Exceptions are raised in all callers that wait for the same source.
+        """
         found = self._items.get(content_hash)
         self._on_lookup(found is not None)
         if found is not None:
@@ -39,11 +39,12 @@ class ProcessorCache:
         if task is None:
             task = self._made[key] = asyncio.create_task(self._make(content_hash, make, self._epoch))
             task.add_done_callback(lambda ended: self._ended(key, ended))
-        return await asyncio.shield(task)  # who leaves does not end it for the others
+        return await asyncio.shield(task)  # a cancelled caller does not cancel the computation for the others
 
     async def known(self, content_hash: bytes) -> MultiModalItem | None:
-        """The item of this name, or the first that is made of those that are being made; None: there is none. Where
-        all of these fail, what one of them raises."""
+        """Return the item of this name, or the first one whose computation completes, or None if there is none. If all
+        fail, raise one of their exceptions.
+        """
         if content_hash in self._items:
             return await self.get(content_hash, _nothing)
         self._on_lookup(False)
@@ -72,7 +73,7 @@ class ProcessorCache:
         if self._made.get(key) is task:
             del self._made[key]
         if not task.cancelled():
-            task.exception()  # where nobody waits any more
+            task.exception()  # when no caller waits any more
 
     def _keep(self, content_hash: bytes, item: MultiModalItem) -> None:
         size = num_bytes(item.patches)
@@ -85,7 +86,9 @@ class ProcessorCache:
             self.num_bytes -= num_bytes(dropped.patches)
 
     def clear(self) -> None:
-        """Forget all items, and those that are being made: who waits for these has them, who comes later has others."""
+        """Remove all items and detach pending computations: current callers still get their items, later callers start
+        new computations.
+        """
         self._epoch += 1
         self._items.clear()
         self._made.clear()
@@ -100,5 +103,5 @@ async def _nothing() -> MultiModalItem:
 
 
 def num_bytes(patches: Patches | None) -> int:
-    """What an item takes in a cache."""
+    """Return an item's size in a cache."""
     return 0 if patches is None else len(patches.values) + len(patches.meanings)

@@ -8,27 +8,34 @@ from trimtab_engine.errors import ModelError
 NUM_LEVELS = 256  # values of a channel
 MAX_EDGE = 4096  # pixels: no picture becomes longer
 MEAN = "image_mean"
-LEAST, MOST = 1e-6, 1e6  # of what pixels are multiplied with, in float32
+LEAST, MOST = 1e-6, 1e6  # of the rescale factor, in float32
 
 
 def size_of(words: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """What stands under `size`; nothing where that is not said. Raises ModelError for what is no object."""
+    """Return the `size` object; empty if absent.
+
+    Raises:
+        ModelError: it is not an object.
+    """
     size = words.get("size")
     if size is not None and not isinstance(size, Mapping):
-        raise ModelError(f"{where}: size is {size!r:.100}; an object is needed")
+        raise ModelError(f"{where}: size must be an object ({size!r:.100})")
     return size or {}
 
 
 def edges(words: Mapping[str, Any], name: str, where: str) -> Mapping[str, int]:
-    """The pixels that stand under `name`, by what each is of (`height`); by "" where it is one number, nothing where it
-    is not said. Raises ModelError for anything else."""
+    """Return the pixels under `name` by edge (`height`); under "" for a single number, empty if absent.
+
+    Raises:
+        ModelError: the value is invalid.
+    """
     said = words.get(name)
     if isinstance(said, Mapping):
         found = {key: whole(said, key, 0, f"{where}: {name}") for key in said if said[key] is not None}
     else:
         found = {} if said is None else {"": whole(words, name, 0, where)}
     if any(pixels > MAX_EDGE for pixels in found.values()):
-        raise ModelError(f"{where}: {name} is {said!r:.100}; edges of {MAX_EDGE} pixels at most are built")
+        raise ModelError(f"{where}: {name} is {said!r:.100}; edges of at most {MAX_EDGE} pixels are supported")
     return found
 
 

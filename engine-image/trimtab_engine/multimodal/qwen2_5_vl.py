@@ -1,7 +1,7 @@
-"""What Qwen2-VL and Qwen2.5-VL are given of a picture (arXiv:2409.12191, section 2.1), by the words of the checkpoint.
+"""Image processing for Qwen2-VL and Qwen2.5-VL (arXiv:2409.12191, section 2.1), from the checkpoint's settings.
 
-A picture is resized so that its sides are multiples of what becomes one token, and its area is within bounds; then cut
-into patches, those that become one token next to each other:
+An image is resized so that its sides are multiples of a token's side and its area is within bounds, then split into
+patches, those of one token next to each other:
 
 ```
  ┌──┬──┐┌──┬──┐      rows 0 1 2 3 | 4 5 6 7 | 8 …         a row: [channels, frames, patch, patch], 8 bits each
@@ -9,9 +9,8 @@ into patches, those that become one token next to each other:
  │2 │3 ││6 │7 │
  └──┴──┘└──┴──┘
 ```
-Rows are sent as 8-bit values: a quarter of the bytes of float32. What each value of a channel means, after the
-rescaling and normalisation that transformers does on whole pictures, is a table of 256 numbers per channel
-(`meanings`).
+Rows are sent as 8-bit values: a quarter of the bytes of float32. A table of 256 numbers per channel (`meanings`)
+converts them to the encoder's input, equal to the rescaling and normalisation of transformers.
 """
 
 import math
@@ -43,7 +42,7 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PatchProcessor:
-    """How pictures become rows of patches. `min_pixels` and `max_pixels`: the area after resizing."""
+    """Settings of image processing. `min_pixels` and `max_pixels`: area after resizing."""
 
     patch_size: int = 14
     frames_per_patch: int = 2
@@ -56,8 +55,11 @@ class PatchProcessor:
 
     @classmethod
     def parse(cls, words: Mapping[str, Any], where: str) -> "PatchProcessor":
-        """Read preprocessor_config.json, or the part `image_processor` of processor_config.json. Raises ModelError for
-        what is not done here."""
+        """Read preprocessor_config.json, or `image_processor` of processor_config.json.
+
+        Raises:
+            ModelError: a setting is not supported.
+        """
         kind = words.get("image_processor_type", KNOWN_TYPES[0])
         if kind not in KNOWN_TYPES:
             raise ModelError(f"{where}: image_processor_type {kind!r} is not supported; supported: {KNOWN_TYPES[0]}")
@@ -88,12 +90,13 @@ class PatchProcessor:
 
     @property
     def side(self) -> int:
-        """Pixels along a side of what becomes one token."""
+        """Side of a token in pixels."""
         return self.patch_size * self.merge_size
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width after resizing: multiples of `side` within the bounds of the area, of nearly the same shape.
-        Raises InvalidRequest for a picture that is too long and thin."""
+        Raises InvalidRequest for a picture that is too long and thin.
+        """
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise InvalidRequest(
                 f"it has {width} x {height} pixels; one side may be {MAX_ASPECT_RATIO} times the other"
@@ -109,7 +112,7 @@ class PatchProcessor:
         return tall, wide
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:
-        """The patches of so many frames of this size, before merging."""
+        """Return the number of patches of this number of frames of this size, before merging."""
         tall, wide = self.size(height, width)
         return math.ceil(num_frames / self.frames_per_patch), tall // self.patch_size, wide // self.patch_size
 
@@ -122,7 +125,8 @@ class PatchProcessor:
 
     def rows(self, pictures: Sequence[Image.Image]) -> NDArray[np.uint8]:
         """RGB pictures of one size -> [num_patches, channels * frames * patch * patch] uint8. Where the last patch over
-        time is not full, the last picture is repeated: an image is a video of one."""
+        time is not full, the last picture is repeated: an image is a video of one.
+        """
         grid = self.grid(len(pictures), pictures[0].height, pictures[0].width)
         times, tall, wide = grid
         patch, frames = self.patch_size, self.frames_per_patch
@@ -134,5 +138,5 @@ class PatchProcessor:
         return cut_into_rows(pixels, patch_size=patch, merge_size=self.merge_size, frames_per_patch=frames)
 
     def meanings(self) -> NDArray[np.float32]:
-        """[channels, 256] float32: what a value of a channel is to the tower, bit for bit as transformers says."""
+        """Return [channels, 256] float32: the encoder's input for each 8-bit value, bit-identical to transformers."""
         return meanings_of(self.mean, self.std, self.rescale_factor)

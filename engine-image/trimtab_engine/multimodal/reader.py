@@ -1,5 +1,5 @@
-"""From a part of a message to an item of a prompt: its content is read, named, and made into patches by a process that
-can be killed, unless that was done before.
+"""Turns a content part of a message into a prompt item: reads its content, computes its key, and processes it in a
+process that can be killed, unless it is cached.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_engine.errors import InvalidRequest
-from trimtab_engine.ipc.bounded_worker import WorkerTimeout, WorkerEnded, WorkerLimits, WorkerPool
+from trimtab_engine.ipc.bounded_worker import WorkerEnded, WorkerLimits, WorkerPool, WorkerTimeout
 from trimtab_engine.multimodal.decoding import FRAME_LIST, DecodeLimits
 from trimtab_engine.multimodal.fetching import Content, FetchLimits, MediaFetcher
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Patches
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """How a model reads pictures: an image alone, and frames of a video."""
+    """Processors of a model: for images, and for frames of a video."""
 
     image: Processor
     video: Processor
@@ -57,8 +57,12 @@ class MediaReader:
         self._how = f"{processors} {limits.num_frames}".encode()
 
     async def item(self, modality: Modality, url: str | None, salt: str, *, uuid: str | None = None) -> MultiModalItem:
-        """What the URL holds, as an item: shared with requests of the same salt. What is
-        known by its uuid is not read again; without a URL it must be. InvalidRequest says what is wrong."""
+        """Return the URL's content as an item, shared by requests with the same salt. A known uuid is not read again,
+        and needs no URL.
+
+        Raises:
+            InvalidRequest: the content is missing or invalid.
+        """
         if uuid is None:
             assert url is not None  # else it was refused
             request, content_hash = await self._opened(modality, url, salt)
@@ -72,12 +76,13 @@ class MediaReader:
         return known
 
     async def _read(self, modality: Modality, url: str, salt: str) -> MultiModalItem:
-        """Named by its content also where it has a uuid: whatever clients call by one name, engines never take one
-        picture for another."""
+        """Return the key by content even if there is a uuid: engines never confuse different images with the same
+        uuid.
+        """
         return await self._process(modality, *await self._opened(modality, url, salt))
 
     async def _opened(self, modality: Modality, url: str, salt: str) -> tuple[Json, bytes]:
-        """What a worker is asked of the URL's content, and its name."""
+        """Return the worker's task for the URL's content, and its name."""
         source = self._allowed.source(url)
         content = source if isinstance(source, Inline) else await self._fetcher.fetch(source)
         request, named = self._request(modality, content)
@@ -87,7 +92,7 @@ class MediaReader:
         return request, await asyncio.to_thread(self._hash, modality, salt, named)
 
     def _request(self, modality: Modality, content: Inline | Content) -> tuple[Json, bytes]:
-        """What a worker is asked, and what the item is named by."""
+        """Return the worker's task, and the key's input."""
         if isinstance(content, Content):
             return {"kind": modality, "mime": content.mime, "data": content.data}, content.data
         named = content.base64.encode()
@@ -99,7 +104,7 @@ class MediaReader:
         return {"kind": modality, "mime": content.mime, "base64": content.base64}, f"{content.mime},".encode() + named
 
     def _hash(self, modality: Modality, salt: str, *named: bytes) -> bytes:
-        """A digest over who may share it, how it is processed and what it is, each with its length before it."""
+        """Return a digest of the salt, the processing and the content, each prefixed with its length."""
         digest = hashlib.sha256()
         for part in (self._how, modality.encode(), salt.encode("utf-8", "surrogatepass"), *named):
             digest.update(len(part).to_bytes(8, "little"))
@@ -124,7 +129,7 @@ class MediaReader:
 
 
 def item_of(modality: Modality, content_hash: bytes, processed: Mapping[str, Any], meanings: bytes) -> MultiModalItem:
-    """The item of what a worker (or `processed` in worker.py) has made."""
+    """Return the item from a worker's output (or `processed` in worker.py)."""
     time, height, width = processed["grid"]
     return MultiModalItem(
         modality,

@@ -1,7 +1,7 @@
-"""Where an image or a video may come from, and what a URL of one means. Pure: nothing is opened, resolved or asked.
+"""Parsing and permission check of media URLs. Pure: opens, resolves and requests nothing.
 
-A URL is a client's, and whoever follows it does so from inside: of the many spellings that one address has, exactly one
-is read, and all others are refused rather than understood. What a name resolves to is judged later (fetching.py).
+URLs are client input, fetched from inside the network (SSRF): only the canonical spelling of an address is accepted,
+all others are rejected. The resolved addresses are checked later (fetching.py).
 """
 
 import ipaddress
@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from trimtab_engine.errors import ConfigError, InvalidRequest
 
-MAX_URL_CHARACTERS = 8192  # of all but data: URLs, which are as long as what they hold
+MAX_URL_CHARACTERS = 8192  # limit for all but data: URLs, which are as long as their content
 MAX_SHOWN_CHARACTERS = 80
 PORTS = {"http": 80, "https": 443}
 PLAIN = re.compile(r"[!-\[\]-~]+")  # printable ASCII without blanks and without the backslash
@@ -26,7 +26,7 @@ REMEDY = "send its content as data:image/png;base64,…"
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """A data: URL: what it says it is, in lower case, and its content, still in base64."""
+    """A data: URL: its declared type in lower case, and its content in base64."""
 
     mime: str
     base64: str
@@ -34,7 +34,7 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file of the server's machine, which must lie below the allowed folder: that is judged when it is opened."""
+    """A file on the server, which must be below the allowed folder: checked when it is opened."""
 
     path: str
 
@@ -62,7 +62,7 @@ Source = Inline | LocalFile | RemoteFile
 
 @dataclass(frozen=True, slots=True)
 class AllowedHost:
-    """A host that may be asked. `port` None: the one that its scheme has."""
+    """An allowed host. `port`: None for the scheme's default."""
 
     host: str
     port: int | None = None
@@ -83,14 +83,19 @@ class AllowedHost:
 
 @dataclass(frozen=True, slots=True)
 class AllowedSources:
-    """What a server reads besides what it is sent: files below a folder, and what some hosts answer. By default
-    nothing."""
+    """Media that may be read in addition to request bodies: files below a folder, and responses of some hosts. Nothing
+    by default.
+    """
 
     local_path: str | None = None
     hosts: tuple[AllowedHost, ...] = ()
 
     def source(self, url: str) -> Source:
-        """What the URL stands for. Raises InvalidRequest for one that is not read here, or not spelt plainly."""
+        """Parse and check a URL.
+
+        Raises:
+            InvalidRequest: the URL is not allowed, or not in canonical spelling.
+        """
         scheme = url.partition(":")[0].lower()
         if scheme == "data":
             return _inline(url)
@@ -106,8 +111,11 @@ class AllowedSources:
         return self._local(url) if scheme == "file" else self._remote(url)
 
     def redirected(self, source: RemoteFile, location: str) -> RemoteFile:
-        """Where an answer of `source` sends us. Raises InvalidRequest unless that is allowed as if a client had named
-        it, and not from https to http."""
+        """Return the target of a redirect from `source`.
+
+        Raises:
+            InvalidRequest: the target is not allowed, or is http after https.
+        """
         if location.startswith("/") and not location.startswith("//"):
             location = f"{RemoteFile(source.scheme, source.host, source.port, '').url}{location}"
         there = self.source(location) if REMOTE.fullmatch(location) else None
@@ -144,15 +152,13 @@ class AllowedSources:
         port = int(parts.group(2) or PORTS[scheme])
         allowed = any(a.host == host and port == (a.port or PORTS[scheme]) for a in self.hosts)
         if not allowed:
-            raise InvalidRequest(
-                f"{_shown(authority)} is not among the hosts that are asked here (--allowed-media-domains); {REMEDY}"
-            )
+            raise InvalidRequest(f"{_shown(authority)} is not an allowed host (--allowed-media-domains); {REMEDY}")
         target = match.group(3)
         return RemoteFile(scheme, host, port, target if target.startswith("/") else f"/{target}")
 
 
 NOTHING_ELSE = AllowedSources()
-"""Only what requests bring."""
+"""Allows only data: URLs."""
 
 
 def _inline(url: str) -> Inline:

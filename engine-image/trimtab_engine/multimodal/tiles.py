@@ -1,11 +1,10 @@
-"""Pictures that are cut into tiles, in a prompt: each tile is an item of its own, and tokens of text say how they lie.
-Pure.
+"""Images that are split into tiles: each tile is a separate item, and text tokens describe the layout. Pure.
 
 ```
-written      5 [image] 7                                           what the chat template wrote
+written      5 [image] 7                                           written by the chat template
 Llama 4
 two tiles    5 [start] [patch]… [across] [patch]… [down] [image] [patch]… [end] 7
-                         tile 0           tile 1                   the whole picture
+                         tile 0           tile 1                   the thumbnail
 one tile     5 [start] [image] [patch]… [end] 7
 Idefics3, SmolVLM
 two tiles    5 [around] [1, 1] [image]… [around] [1, 2] [image]… [lines] [around] [whole] [image]… [around] 7
@@ -13,7 +12,7 @@ one tile     5 [around] [whole] [image]… [around] 7
 InternVL
 two tiles    5 [start] [image]… [image]… [image]… [end] 7
 ```
-Here each tile has one [patch], or [image], which is expanded as any item's placeholder is (placeholders.py).
+Each tile has one [patch] or [image] token, which is expanded like any placeholder (placeholders.py).
 """
 
 import hashlib
@@ -26,7 +25,7 @@ import msgspec
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.multimodal.items import MultiModalItem, Patches
 
-NAME_BYTES = 16  # of a tile: a picture has up to 17, whose names travel with each request
+NAME_BYTES = 16  # of a tile: an image has up to 17, whose names are part of each request
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +33,14 @@ class TileTokens(ABC):
     """The tokens that are written for a picture and around its tiles."""
 
     picture: int
-    """What the chat template writes."""
+    """The token that the chat template writes."""
 
     def written(
         self, token_ids: Sequence[int], pictures: Sequence[MultiModalItem]
     ) -> tuple[list[int], list[MultiModalItem]]:
         """The prompt with the tokens of each picture's tiles, and the tiles. Raises InvalidRequest unless the template
-        has written a token for each picture."""
+        has written a token for each picture.
+        """
         num_written = token_ids.count(self.picture)
         if num_written != len(pictures):
             raise InvalidRequest(
@@ -61,12 +61,12 @@ class TileTokens(ABC):
 
     @abstractmethod
     def around(self, rows: int, columns: int) -> Iterator[int]:
-        """What stands for a picture of so many tiles."""
+        """Return the tokens of an image with this grid of tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Llama4Tokens(TileTokens):
-    """Llama 4's: `picture` also stands before the picture as a whole."""
+    """Llama 4's layout: `picture` also precedes the thumbnail."""
 
     start: int
     end: int
@@ -74,7 +74,7 @@ class Llama4Tokens(TileTokens):
     across: int
     """Between two tiles of a row."""
     down: int
-    """Behind a row."""
+    """Token after a row."""
 
     def around(self, rows: int, columns: int) -> Iterator[int]:
         """See TileTokens."""
@@ -93,7 +93,7 @@ class Llama4Tokens(TileTokens):
 
 @dataclass(frozen=True, slots=True)
 class InternVLTokens(TileTokens):
-    """InternVL's, which say nothing between tiles: `picture` also stands for a tile."""
+    """InternVL's layout, without tokens between tiles: `picture` also represents a tile."""
 
     start: int
     end: int
@@ -106,10 +106,10 @@ class InternVLTokens(TileTokens):
 
 @dataclass(frozen=True, slots=True)
 class Idefics3Tokens(TileTokens):
-    """Those of Idefics3 and SmolVLM, which name each tile's place: `picture` also stands for a tile."""
+    """Layout of Idefics3 and SmolVLM, with the row and column of each tile: `picture` also represents a tile."""
 
     fence: int
-    """Before each tile, and behind the last."""
+    """Token before each tile, and after the last one."""
     whole: int
     """Names the picture as a whole."""
     places: Mapping[tuple[int, int], int]
@@ -138,13 +138,13 @@ class Idefics3Tokens(TileTokens):
         if token_id is None:
             raise InvalidRequest(
                 f"an image is cut into squares, of which this model's tokenizer has no name for row {row}, column "
-                f"{column}; send a picture whose sides differ less"
+                f"{column}; send an image with a less extreme aspect ratio"
             )
         return token_id
 
 
 def tiles_of(picture: MultiModalItem) -> list[MultiModalItem]:
-    """Its tiles as items, each with its part of the patches and a name of its own."""
+    """Return its tiles as items, each with its own part of the patches and its own key."""
     count, height, width = picture.grid
     return [
         msgspec.structs.replace(

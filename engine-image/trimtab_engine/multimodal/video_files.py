@@ -1,13 +1,12 @@
-"""From videos as files, MP4 and WebM, to pictures: by PyAV, which brings FFmpeg's libraries, where that is installed.
-It runs in a process that can be killed (worker.py).
+"""Decoding of MP4 and WebM videos to frames with PyAV, which bundles FFmpeg's libraries, if installed. Runs in a
+process that can be killed (worker.py).
 
-A file is opened as what its first bytes say, by the reader of that format alone: others of FFmpeg's follow names of
-files that they find. Its packets are counted first, which decodes nothing; then come its frames up to the last that is
-kept:
+The first bytes select the demuxer, and no other is allowed: some of FFmpeg's demuxers open files that the content
+names. Packets are counted first, without decoding; then frames are decoded up to the last sampled one:
 
 ```
-frames   0 1 2 3 4 5 6 7 8 9 …    at 8 a second
-kept     0       4       8        2 a second, or fewer at even distances, as Qwen2.5-VL's processor samples
+frames   0 1 2 3 4 5 6 7 8 9 …    at 8 per second
+kept     0       4       8        2 per second, or fewer at even distances, like Qwen2.5-VL's processor
 ```
 """
 
@@ -33,26 +32,27 @@ from trimtab_engine.multimodal.decoding import (
 
 PACKAGE = "av"
 SIGNATURES = {"video/mp4": (4, b"ftyp"), "video/webm": (0, b"\x1aE\xdf\xa3")}
-"""Where in a file, and what."""
+"""Byte offset and signature."""
 ALIASES = {"video/quicktime": "video/mp4", "video/x-m4v": "video/mp4", "video/x-matroska": "video/webm"}
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4")
-"""What is decoded of what such files hold, by FFmpeg's names."""
+"""Supported codecs, by FFmpeg's names."""
 FPS, MIN_FRAMES, MULTIPLE = 2.0, 4, 2
-"""Of what is kept: frames of a second, how many at least, and what their number is a multiple of."""
-DECODED = (
-    4  # times as many pixels as are kept, of a frame that is larger than its file says: decoders pad, and count it
-)
+"""Sampling: frames per second, minimum number, and the multiple that the number is rounded to."""
+DECODED = 4  # factor over the sampled pixels, for frames larger than declared: decoders pad, which counts
 TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
 
 def movie_kind(data: bytes) -> str | None:
-    """What kind of movie the file begins as; None: none of these."""
+    """Return the container format by the first bytes, or None if unsupported."""
     return next((mime for mime, (at, mark) in SIGNATURES.items() if data[at : at + len(mark)] == mark), None)
 
 
 def decode_movie(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
-    """Some frames of the first video in an MP4 or WebM file. Raises InvalidRequest, which names the limit or what is
-    wrong; without PyAV, what to install."""
+    """Return some frames of the first video stream in an MP4 or WebM file.
+
+    Raises:
+        InvalidRequest: a limit is exceeded, the file is invalid, or PyAV is not installed.
+    """
     kind = movie_kind(data)
     assert kind is not None
     check_num_bytes(data, limits)
@@ -66,7 +66,7 @@ def decode_movie(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
 
 
 def sampled_frames(num_frames: int, fps: float, most: int) -> list[int]:
-    """Which of a video's frames are kept, as transformers' processor of Qwen2-VL samples with these numbers."""
+    """Return the sampled frame numbers, like transformers' processor of Qwen2-VL with these settings."""
     most = min(most, num_frames) // MULTIPLE * MULTIPLE
     count = math.floor(min(max(num_frames / fps * FPS, MIN_FRAMES), most) / MULTIPLE) * MULTIPLE
     if count == 0:
@@ -98,7 +98,7 @@ def _frames(container: Any, limits: DecodeLimits) -> Frames:
 
 
 def _num_frames(container: Any, stream: Any, limits: DecodeLimits) -> int:
-    """As many as it has packets that are to be seen, whatever it says of itself."""
+    """Return the number of packets to display, independent of the declared number."""
     num_frames = 0
     for packet in container.demux(stream):
         num_frames += packet.size > 0 and not packet.is_discard
@@ -114,7 +114,7 @@ def _pictures(container: Any, stream: Any, kept: frozenset[int], size: tuple[int
     last = max(kept)
     for number, frame in enumerate(container.decode(stream)):
         if (frame.width, frame.height) != size:
-            raise InvalidRequest(f"frame {number} has size {(frame.width, frame.height)}, the file says {size}")
+            raise InvalidRequest(f"frame {number} has size {(frame.width, frame.height)}, the file declares {size}")
         if number in kept:
             turn = TURNS.get(frame.rotation % 360)
             picture: Image.Image = frame.to_image()

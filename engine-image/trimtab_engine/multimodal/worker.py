@@ -1,6 +1,6 @@
 """Decoding and processing in a process that can be killed: `-m trimtab_engine.multimodal.worker`.
 
-A file is a client's, and so is what happens when it is decoded. Each call is one image or one video.
+Files are untrusted client input, so decoding is isolated. Each call processes one image or one video.
 """
 
 import math
@@ -28,7 +28,7 @@ MAX_VALUES_BYTES = 200 << 20  # of one item: four times the largest picture of t
 Json = dict[str, Any]
 Processor = PatchProcessor | TileProcessor | SquareProcessor
 KINDS: dict[str, type[Processor]] = {"tile_size": TileProcessor, "square_size": SquareProcessor}
-"""By a field that no other has."""
+"""Error marker: a field that no other message has."""
 
 
 class Processing:
@@ -40,7 +40,8 @@ class Processing:
 
     def answer(self, request: Json) -> Json:
         """{"kind": image or video, and one of "data", "base64", "frames"; "mime"} → see `processed`; or
-        {"refused": why}."""
+        {"refused": why}.
+        """
         try:
             return processed(self._decoded(request), self._processors[request["kind"]])
         except InvalidRequest as error:
@@ -57,8 +58,11 @@ class Processing:
 
 
 def processed(frames: Frames, processor: Processor) -> Json:
-    """Rows of patches, and what is to be known of them: {"grid", "num_tokens", "row_size", "values", "seconds",
-    "tiles"}. Raises InvalidRequest for too many."""
+    """Return patch rows and metadata: {"grid", "num_tokens", "row_size", "values", "seconds", "tiles"}.
+
+    Raises:
+        InvalidRequest: there are too many patches.
+    """
     first = frames.pictures[0]
     grid = processor.grid(len(frames.pictures), first.height, first.width)
     if math.prod(grid) * processor.row_size > MAX_VALUES_BYTES:
@@ -75,7 +79,7 @@ def processed(frames: Frames, processor: Processor) -> Json:
 
 
 def settings(image: Processor, video: Processor, limits: DecodeLimits) -> Json:
-    """What the process is started with."""
+    """Start parameters of the process."""
     return {"image": asdict(image), "video": asdict(video), "limits": asdict(limits)}
 
 

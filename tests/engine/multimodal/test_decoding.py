@@ -87,8 +87,8 @@ def test_a_gif_without_end_sent_as_an_image_costs_one_frame() -> None:
         (encoded(a_picture(), "TIFF"), None, "none of"),
         (encoded(a_picture(), "ICO"), None, "none of"),
         (encoded(a_picture(), "PPM"), None, "none of"),
-        (encoded(a_picture()), "image/jpeg", "said to be image/jpeg, but is image/png"),
-        (encoded(a_picture()), "text/html", "said to be text/html"),
+        (encoded(a_picture()), "image/jpeg", "declared type is image/jpeg, but it is image/png"),
+        (encoded(a_picture()), "text/html", "declared type is text/html"),
         (encoded(a_picture())[:-40], "image/png", "cannot be decoded"),
         (encoded(a_picture(), "JPEG")[:300], "image/jpeg", "cannot be (read|decoded)"),
         (encoded(a_picture(), "WEBP")[:100], "image/webp", "cannot be (read|decoded)|none of"),
@@ -99,7 +99,7 @@ def test_a_gif_without_end_sent_as_an_image_costs_one_frame() -> None:
         (bytes(2 << 20), None, "2097152 bytes; at most 1048576"),
     ],
 )
-def test_what_is_no_picture_broken_or_too_large_is_refused_at_once(data: bytes, mime: str | None, words: str) -> None:
+def test_invalid_or_oversized_image_is_rejected_before_decoding(data: bytes, mime: str | None, words: str) -> None:
     started = time.thread_time()
     with pytest.raises(InvalidRequest, match=words):
         decode_image(data, mime, LIMITS)
@@ -116,7 +116,7 @@ def test_an_animation_sent_as_a_video_is_its_frames_in_their_time(kind: str) -> 
         assert all(map(same, frames.pictures, pictures))
 
 
-def test_of_more_frames_than_are_kept_those_at_even_distances_are() -> None:
+def test_frames_are_sampled_at_even_distances() -> None:
     pictures = [a_picture(seed=seed) for seed in range(7)]
     frames = decode_video(animated(pictures, "PNG", milliseconds=100), None, LIMITS)
     assert all(map(same, frames.pictures, [pictures[0], pictures[2], pictures[4], pictures[6]]))
@@ -162,7 +162,7 @@ def test_a_list_of_jpegs_is_a_video() -> None:
     [
         (jpegs((40, 30), (30, 40)), r"frame 1 has size \(30, 40\), the first one \(40, 30\)"),
         ([*jpegs((40, 30)), "?"], "frame 1: its content is no base64"),
-        ([*jpegs((40, 30)), in_base64(encoded(a_picture()))], "frame 1: it is said to be image/jpeg, but is image/png"),
+        ([*jpegs((40, 30)), in_base64(encoded(a_picture()))], "frame 1: its declared type is image/jpeg, but"),
         (jpegs(*[(60, 60)] * 4), "more than 10000 pixels together"),
         (jpegs(*[(1, 1)] * 9), "9 frames; at most 8"),
         ([""], "frame 0: it is none of"),
@@ -177,7 +177,7 @@ def test_a_list_of_others_or_too_many_is_refused(texts: list[str], words: str) -
     ("text", "words"),
     [("A", "no base64"), ("AAA\n", "no base64"), ("ä", "no base64"), ("A" * (2 << 20), "more than 1048576")],
 )
-def test_what_is_no_base64_or_too_long_is_refused(text: str, words: str) -> None:
+def test_invalid_or_long_base64_is_rejected(text: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         decode_base64(text, LIMITS)
 

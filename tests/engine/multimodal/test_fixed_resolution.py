@@ -1,5 +1,6 @@
 """Pictures become the squares that transformers' own image processors make of them, and prompts have the tokens that
-its processors write around them."""
+its processors write around them.
+"""
 
 import json
 from pathlib import Path
@@ -182,7 +183,7 @@ def test_intern_vl_writes_its_squares_between_two_tokens(tmp_path: Path) -> None
         (INTERN, 9),
     ],
 )
-def test_what_becomes_of_a_square_is_counted(config: dict[str, Any], num_tokens: int) -> None:
+def test_tokens_of_a_square_are_counted(config: dict[str, Any], num_tokens: int) -> None:
     assert square_of(config, "here")[1] == num_tokens
 
 
@@ -190,18 +191,18 @@ def test_what_becomes_of_a_square_is_counted(config: dict[str, Any], num_tokens:
     ("config", "words"),
     [
         ({**LLAVA, "vision_config": {"model_type": "pixtral", "image_size": 30, "patch_size": 7}}, "'pixtral' is not"),
-        ({**LLAVA, "vision_config": {"patch_size": 7}}, "image_size is not said"),
+        ({**LLAVA, "vision_config": {"patch_size": 7}}, "image_size is missing"),
         (LLAVA | {"vision_feature_select_strategy": "best"}, "vision_feature_select_strategy is 'best'"),
         (INTERN | {"downsample_ratio": 0.3}, "downsample_ratio 0.3"),
         (INTERN | {"downsample_ratio": -0.5}, "downsample_ratio -0.5"),
         (INTERN | {"downsample_ratio": 10**400}, "downsample_ratio is 1000"),
         ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": [[1], [2]]}}, "image_size is"),
         ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": []}}, r"image_size is \[\]"),
-        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": 10**9}}, "squares of 4096 pixels"),
+        ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"image_size": 10**9}}, "squares of at most 4096 pixels"),
         ({**LLAVA, "vision_config": LLAVA["vision_config"] | {"model_type": ["x"]}}, r"\['x'\]\" is not supported"),
         (INTERN | {"vision_feature_select_strategy": "full"}, "'full' are not supported"),
         (SMOL | {"scale_factor": 3}, "no multiple of scale_factor 3"),
-        ({"model_type": "llava"}, "vision_config is None"),
+        ({"model_type": "llava"}, r"vision_config must be an object \(None\)"),
     ],
 )
 def test_towers_of_another_kind_are_refused(config: dict[str, Any], words: str) -> None:
@@ -225,17 +226,17 @@ def test_towers_of_another_kind_are_refused(config: dict[str, Any], words: str) 
         ),
         ({"do_rescale": None}, "do_rescale is None"),
         ({"do_normalize": "yes"}, "do_normalize is 'yes'; expected true or false"),
-        ({"crop_size": {"height": 16, "width": 20}}, "squares of that size alone"),
+        ({"crop_size": {"height": 16, "width": 20}}, "only squares of that size"),
         ({"crop_size": [16, 16]}, r"crop_size is \[16, 16\]; expected a whole number"),
         ({"crop_size": {"height": [16], "width": 16}}, r"crop_size: height is \[16\]; expected a whole number"),
         ({"crop_size": {"shortest_edge": 16}}, "{'height': 16, 'width': 16} or 16 is needed"),
-        ({"size": {"shortest_edge": 8}}, "does not lie within"),
-        ({"size": {"height": 20, "width": 8}}, "'width': 8}; a square of 16 pixels does not lie within"),
-        ({"size": {"height": 20}}, "size is {'height': 20}; supported are shortest_edge alone, and height and width"),
-        ({"size": {"shortest_edge": 20, "longest_edge": 30}}, "built are shortest_edge alone, and height and width"),
+        ({"size": {"shortest_edge": 8}}, "smaller than the square"),
+        ({"size": {"height": 20, "width": 8}}, "'width': 8}; it is smaller than the square of 16 pixels"),
+        ({"size": {"height": 20}}, "size is {'height': 20}; supported are only shortest_edge, or height and width"),
+        ({"size": {"shortest_edge": 20, "longest_edge": 30}}, "supported are only shortest_edge, or height and width"),
         ({"size": [20]}, r"size is \[20\]; expected a whole number"),
         ({"size": True}, "size is True; expected a whole number"),
-        ({"size": {"shortest_edge": 10**9}}, "'shortest_edge': 1000000000}; edges of 4096 pixels"),
+        ({"size": {"shortest_edge": 10**9}}, "'shortest_edge': 1000000000}; edges of at most 4096 pixels"),
         ({"do_center_crop": None}, "size is {'shortest_edge': 20}; {'height': 16, 'width': 16} is needed"),
         ({"do_center_crop": False, "size": {"shortest_edge": 16}}, "{'height': 16, 'width': 16} is needed"),
         ({"do_center_crop": False, "size": 16}, "size is 16; {'height': 16, 'width': 16} is needed"),
@@ -255,12 +256,12 @@ def test_towers_of_another_kind_are_refused(config: dict[str, Any], words: str) 
         ),
         (
             CUT | {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 50, "height": 3}},
-            "longest_edge alone is needed",
+            "only longest_edge is supported",
         ),
         (CUT | {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": False}, "do_image_splitting"),
         (
             CUT | {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 5000}},
-            "edges of 4096 pixels",
+            "edges of at most 4096 pixels",
         ),
     ],
 )

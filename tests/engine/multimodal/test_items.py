@@ -54,7 +54,7 @@ def test_patches_may_be_where_the_item_is_not() -> None:
         ([Span(0, a_video(Patches(4, bytes(64), b"")))], "not whole"),
     ],
 )
-def test_what_does_not_lie_in_the_prompt_or_is_not_whole_is_refused_and_named(spans: list[Span], words: str) -> None:
+def test_span_outside_prompt_or_incomplete_is_rejected(spans: list[Span], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         check_spans(spans, num_prompt_tokens=20)
 

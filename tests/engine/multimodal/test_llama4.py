@@ -103,7 +103,7 @@ def test_values_mean_what_they_do_in_transformers_in_bfloat16(words: dict[str, A
         ({"image_std": [0.5]}, "image_std is"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(words: dict[str, Any], message: str) -> None:
+def test_settings_unsupported_are_rejected(words: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         TileProcessor.parse(words, "preprocessor_config.json", patch_size=14)
 

@@ -48,7 +48,7 @@ def test_a_hit_travels_in_a_few_bytes_whatever_its_size() -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [0, 2047])
-def test_what_is_larger_than_all_is_sent_every_time(max_bytes: int) -> None:
+def test_oversized_item_is_always_sent(max_bytes: int) -> None:
     ends = Sender(max_bytes), Receiver(max_bytes)
     assert [send(*ends, an_item(1)) for _ in range(2)] == [1, 1]
 
@@ -74,7 +74,7 @@ def test_ends_that_differ_are_a_defect_and_no_wrong_picture() -> None:
     st.integers(0, 20_000),
     st.lists(st.lists(st.integers(0, 12), max_size=5), max_size=30),
 )
-def test_whatever_comes_in_whatever_order_the_ends_agree(max_bytes: int, requests: list[list[int]]) -> None:
+def test_both_ends_agree_for_any_message_order(max_bytes: int, requests: list[list[int]]) -> None:
     sender, receiver = Sender(max_bytes), Receiver(max_bytes)
     for names in requests:
         send(sender, receiver, *(an_item(name, 1024 + 500 * name) for name in names))

@@ -39,7 +39,7 @@ def test_another_number_or_order_is_refused(ids: list[int], items: list[MultiMod
 
 @settings(deadline=None)  # a loaded machine has none
 @given(st.lists(st.one_of(st.integers(0, 80), st.tuples(st.sampled_from(["image", "video"]), st.integers(1, 9)))))
-def test_what_is_folded_unfolds(parts: list[int | tuple[Modality, int]]) -> None:
+def test_folded_placeholders_expand_again(parts: list[int | tuple[Modality, int]]) -> None:
     items = [an_item(part[1], part[0]) for part in parts if isinstance(part, tuple)]
     written = [PLACEHOLDERS[part[0]] if isinstance(part, tuple) else part for part in parts]
     ids, spans = expand(written, items, PLACEHOLDERS)
@@ -53,5 +53,5 @@ def test_what_is_folded_unfolds(parts: list[int | tuple[Modality, int]]) -> None
     [(Span(5, an_item(1)),), (Span(-1, an_item(1)),), (Span(1, an_item(3)), Span(2, an_item(1)))],
 )
 def test_an_item_outside_of_its_prompt_is_refused(spans: tuple[Span, ...]) -> None:
-    with pytest.raises(InvalidRequest, match="which the prompt does not have"):
+    with pytest.raises(InvalidRequest, match="which is outside the prompt"):
         unfold([1, 2, 3], spans)

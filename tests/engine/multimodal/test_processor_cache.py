@@ -45,7 +45,7 @@ async def test_the_least_recently_used_goes_when_the_bytes_do_not_suffice() -> N
     assert make.count == 4
 
 
-async def test_what_is_larger_than_all_is_not_kept_and_drives_nothing_out() -> None:
+async def test_oversized_item_is_not_cached_and_evicts_nothing() -> None:
     cache = ProcessorCache(4096)
     await cache.get(b"a", Maker())
     assert (await cache.get(b"large", Maker(5000))).patches is not None
@@ -81,7 +81,7 @@ async def test_a_failure_is_for_all_who_wait_and_is_not_kept() -> None:
     assert make.count == 2
 
 
-async def test_what_is_forgotten_is_made_again_even_if_it_was_being_made() -> None:
+async def test_cleared_item_is_recomputed_even_if_pending() -> None:
     cache, make = ProcessorCache(10_000), Maker()
     await cache.get(b"a", make)
     make.go.clear()
@@ -93,7 +93,7 @@ async def test_what_is_forgotten_is_made_again_even_if_it_was_being_made() -> No
     assert (len(cache), cache.num_bytes) == (0, 0)
 
 
-async def test_what_is_asked_for_after_it_was_forgotten_is_made_anew_while_the_old_is_still_made() -> None:
+async def test_request_after_clear_starts_a_second_computation() -> None:
     cache, old, new = ProcessorCache(10_000), Maker(2048), Maker(3072)
     old.go.clear()
     first = asyncio.create_task(cache.get(b"a", old))
@@ -113,7 +113,7 @@ async def test_what_is_asked_for_after_it_was_forgotten_is_made_anew_while_the_o
     assert (await cache.known(b"a") is items[0], new.count, cache.num_bytes) == (True, 1, 3072)
 
 
-async def test_one_name_of_two_sources_fails_for_none_but_those_who_named_the_failing_one() -> None:
+async def test_failing_source_fails_only_its_own_callers() -> None:
     cache, dead, good = ProcessorCache(10_000), Maker(raises=InvalidRequest("dead link")), Maker()
     dead.go.clear()
     good.go.clear()
@@ -134,7 +134,7 @@ async def test_one_name_of_two_sources_fails_for_none_but_those_who_named_the_fa
     assert (dead.count, good.count, cache.num_bytes) == (1, 1, 2048)
 
 
-async def test_of_two_sources_of_one_name_the_first_that_is_made_is_kept_and_counted_once() -> None:
+async def test_first_completed_source_is_cached_and_counted_once() -> None:
     cache, first, second = ProcessorCache(10_000), Maker(2048), Maker(3072)
     second.go.clear()
     waiting = asyncio.create_task(cache.get(b"a", second, source="second"))
@@ -145,7 +145,7 @@ async def test_of_two_sources_of_one_name_the_first_that_is_made_is_kept_and_cou
     assert (await cache.known(b"a") is kept, len(cache), cache.num_bytes) == (True, 1, 2048)
 
 
-async def test_who_names_what_all_fail_to_make_is_told_why() -> None:
+async def test_name_lookup_raises_if_all_sources_fail() -> None:
     cache, dead = ProcessorCache(10_000), Maker(raises=InvalidRequest("dead link"))
     dead.go.clear()
     waiting = asyncio.create_task(cache.get(b"a", dead, source="dead"))

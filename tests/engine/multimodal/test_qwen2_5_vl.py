@@ -44,7 +44,7 @@ def test_rows_and_grid_are_those_of_transformers(words: dict[str, Any], size: tu
     assert processor.num_tokens(grid) == math.prod(grid) // processor.merge_size**2
 
 
-def test_frames_of_a_video_share_patches_and_the_last_is_repeated_where_one_is_missing() -> None:
+def test_odd_video_repeats_the_last_frame() -> None:
     processor = PatchProcessor(min_pixels=28 * 28, max_pixels=28 * 28)
     pictures = [a_picture(28, 28, seed=seed) for seed in range(3)]
     assert processor.grid(3, 28, 28) == (2, 2, 2)

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from media_files import a_gif_of, a_picture, a_png_of_zeros, animated, data_url, encoded, in_base64
 from trimtab_engine.errors import InvalidRequest, ModelError
-from trimtab_engine.ipc.bounded_worker import WorkersBusy, WorkerLimits
+from trimtab_engine.ipc.bounded_worker import WorkerLimits, WorkersBusy
 from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
 from trimtab_engine.multimodal.decoding import DecodeLimits
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
@@ -49,7 +49,7 @@ async def test_an_image_becomes_an_item_once(reader: MediaReader) -> None:
     assert await reader.item("image", PNG, "") is item
 
 
-async def test_an_item_is_named_by_what_it_is_how_it_is_processed_and_who_may_share_it(reader: MediaReader) -> None:
+async def test_item_key_covers_content_processing_and_salt(reader: MediaReader) -> None:
     frames = [a_picture(28, 28, seed=seed) for seed in range(2)]
     gif = data_url(animated(frames, "GIF"), "image/gif")
     items = [
@@ -98,7 +98,7 @@ async def test_frames_are_a_video_in_their_time(reader: MediaReader) -> None:
     [
         ("image", data_url(b"nothing"), "none of image/png"),
         ("image", data_url(encoded(a_picture())[:-30]), "cannot be decoded"),
-        ("image", data_url(encoded(a_picture()), "image/jpeg"), "said to be image/jpeg, but is image/png"),
+        ("image", data_url(encoded(a_picture()), "image/jpeg"), "declared type is image/jpeg, but it is image/png"),
         ("image", data_url(encoded(a_picture(1, 300))), "1 x 300 pixels; one side may be 200 times"),
         ("image", data_url(a_png_of_zeros(10_000, 10_000)[: 1 << 19]), "10000 x 10000 pixels; at most 1048576"),
         ("image", "data:image/png;base64,?", "no base64"),
@@ -112,13 +112,13 @@ async def test_frames_are_a_video_in_their_time(reader: MediaReader) -> None:
         ("video", f"data:video/jpeg;base64,{'A' * (1 << 21)}", "more than 1048576 bytes"),
     ],
 )
-async def test_what_is_wrong_is_told(reader: MediaReader, modality: str, url: str, words: str) -> None:
+async def test_reader_error_is_reported(reader: MediaReader, modality: str, url: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         await reader.item("image" if modality == "image" else "video", url, "")
     assert len(reader.cache) == 0
 
 
-async def test_what_takes_too_long_is_ended_and_others_go_on() -> None:
+async def test_slow_task_is_killed_and_others_continue() -> None:
     quick = a_reader(workers=WorkerLimits(seconds=60.0, max_workers=1, max_waiting=1))
     assert (await quick.item("image", PNG, "")).num_tokens == 2  # its process has started
     hurried = MediaReader(PROCESSORS, AllowedSources(), ProcessorCache(0), workers=WorkerLimits(1e-6, 1, 1))

@@ -29,7 +29,7 @@ CLOSED = AllowedSources()
         ("http://[FD00:0:0::1]/x", RemoteFile("http", "fd00::1", 80, "/x")),
     ],
 )
-def test_what_is_allowed_and_plainly_spelt_is_read(url: str, source: object) -> None:
+def test_allowed_canonical_url_is_accepted(url: str, source: object) -> None:
     assert OPEN.source(url) == source
 
 
@@ -105,7 +105,7 @@ def test_what_is_allowed_and_plainly_spelt_is_read(url: str, source: object) -> 
         "https://images.example.com/" + "x" * 8192,
     ],
 )
-def test_what_is_not_is_refused(url: str) -> None:
+def test_other_urls_are_rejected(url: str) -> None:
     with pytest.raises(InvalidRequest):
         OPEN.source(url)
 

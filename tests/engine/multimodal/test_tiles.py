@@ -114,12 +114,12 @@ def test_a_server_and_the_offline_class_cut_a_picture_alike(tmp_path: Path) -> N
     assert read_placeholders(folder, ["image"]) == {"image": PATCH}
     served, spans = expand(*tokens.written([5, TOKENS.picture], [item]), {"image": PATCH})
     media = OfflineMedia(folder, ["image"], {"image": 1, "video": 1})
-    offline, own = media.placed([5, TOKENS.picture], {"image": picture})
+    offline, own = media.expand_placeholders([5, TOKENS.picture], {"image": picture})
     assert offline == served
     assert [span.item.patches for span in own] == [span.item.patches for span in spans]
     assert len(spans) == 5  # 2 x 2 tiles and the whole
     with pytest.raises(InvalidRequest, match="this model takes no videos"):
-        media.placed([5], {"video": [picture]})
+        media.expand_placeholders([5], {"video": [picture]})
 
 
 def test_a_tokenizer_without_the_tokens_of_tiles_is_told(tmp_path: Path) -> None:

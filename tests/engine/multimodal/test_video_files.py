@@ -54,7 +54,7 @@ def test_a_video_of_one_frame_is_that_frame() -> None:
     assert sampled_frames(1, 24.0, 32) == [0]
 
 
-def test_what_a_file_begins_with_says_what_it_is() -> None:
+def test_container_is_detected_by_first_bytes() -> None:
     assert movie_kind(NOTHING) == "video/mp4"
     assert movie_kind(b"\x1aE\xdf\xa3\x9fB\x86") == "video/webm"
     for other in (b"", b"#EXTM3U\nhttp://10.0.0.1/x.ts", b"ffconcat version 1.0", b"RIFF\0\0\0\0AVI ", b"GIF89a"):
@@ -87,7 +87,7 @@ def test_a_video_is_two_of_its_frames_a_second(kind: str, codec: str, mime: str 
 
 
 @needs_pyav
-def test_of_a_longer_video_as_many_as_are_kept_at_even_distances() -> None:
+def test_long_video_is_sampled_at_even_distances() -> None:
     pictures = greys(40)
     frames = decode_movie(a_movie(pictures), "video/mp4", LIMITS)
     assert frames.fps == pytest.approx(8 / 5)
@@ -128,19 +128,17 @@ def test_a_video_is_turned_as_its_camera_says(matrix: tuple[int, ...], turn: Ima
         ({"max_seconds": 2}, None, "lasts 3 s; videos of 2 s at most"),
         ({"max_pixels": 18_431}, None, "64 x 48 pixels in 6 frames; at most 18431"),
         ({"max_bytes": 1000}, None, "bytes; at most 1000"),
-        ({}, "video/webm", "said to be video/webm, but is video/mp4"),
-        ({}, "image/gif", "said to be image/gif, but is video/mp4"),
+        ({}, "video/webm", "declared type is video/webm, but it is video/mp4"),
+        ({}, "image/gif", "declared type is image/gif, but it is video/mp4"),
     ],
 )
-def test_what_is_too_much_or_said_to_be_something_else_is_refused(
-    changes: dict[str, int], mime: str | None, words: str
-) -> None:
+def test_video_over_limits_or_wrong_type_is_rejected(changes: dict[str, int], mime: str | None, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         decode_movie(a_movie(greys(24)), mime, dataclasses.replace(LIMITS, **changes))
 
 
 @needs_pyav
-def test_what_is_broken_holds_no_video_or_another_codec_is_refused() -> None:
+def test_broken_or_unsupported_video_is_rejected() -> None:
     movie = a_movie(greys(24))
     for broken in (NOTHING, movie[: len(movie) // 2], movie[:40] + bytes(2000), b"\x1aE\xdf\xa3" + bytes(100)):
         with pytest.raises(InvalidRequest, match=r"cannot be decoded|holds no video|no frames"):
