@@ -84,7 +84,7 @@ def test_operator_keeps_contracts(tmp_path: Path) -> None:
         ("planning/children.py", "from trimtab_operator.report import conditions", OPERATOR_LAYERS),
         ("planning/children.py", "from trimtab_operator.kube import nodes", OPERATOR_LAYERS),
         ("tuner/__init__.py", "from trimtab_operator.resource import spec", OPERATOR_LAYERS),
-        ("report/status.py", "from trimtab_operator.reconcile import wakeups", OPERATOR_LAYERS),
+        ("report/status.py", "from trimtab_operator.reconcile import work_queue", OPERATOR_LAYERS),
         ("somewhere.py", "import json", OPERATOR_LAYERS),  # a module outside all layers
     ],
 )

@@ -1,6 +1,7 @@
-"""The engine's admin API (docs/reference/contract.md, section 2), typed. Failures are named results, not exceptions.
+"""Typed client of the engine's admin API (docs/reference/contract.md, section 2). Failures are result types, not
+exceptions.
 
-One `EngineClient` speaks to the admin port of one engine. What an answer means for a resource is decided elsewhere.
+One `EngineClient` calls the admin port of one engine. It does not interpret the results.
 """
 
 from __future__ import annotations
@@ -36,29 +37,31 @@ __all__ = [
     "Unreachable",
 ]
 
-ANSWER_SECONDS = 15.0  # the engine answers between two steps, and one on a busy CPU takes seconds
-PATCH_SECONDS = 30.0  # the answer comes when the change is applied: a shrink may move and preempt first
+ADMIN_TIMEOUT_SECONDS = 15.0  # the engine responds between two steps, which take seconds on a busy CPU
+PATCH_TIMEOUT_SECONDS = (
+    30.0  # the response is sent after the change is applied: a shrink may move blocks and preempt first
+)
 
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 
 
 def _numbers(values: object) -> object:
-    """The values of a configuration that are numbers: knobs are. Others are switches and names."""
+    """Return the numeric configuration values, which are the tuning parameters."""
     if not isinstance(values, Mapping):
         return values
     return {name: value for name, value in values.items() if not isinstance(value, bool | str)}
 
 
 def _texts(values: object) -> object:
-    """Those that are names: of choices."""
+    """Return the string configuration values, which are choices."""
     if not isinstance(values, Mapping):
         return values
     return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def _names(values: object) -> tuple[str, ...]:
-    """The values that a choice may have; switches have others."""
+    """Return the allowed values of a choice. Empty for a switch."""
     return tuple(value for value in values if isinstance(value, str)) if isinstance(values, list) else ()
 
 
@@ -68,13 +71,15 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class _Wire(BaseModel):
-    """What an engine sends: unknown members are ignored (a newer engine may say more), wrong types are not."""
+    """Response of an engine. Unknown fields are ignored (a newer engine may send more), wrong types are not."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class FieldReport(_Wire):
-    """How one field may be changed. `minimum` and `maximum` are what could be set alone, now; a choice has `names`."""
+    """How a field may be changed. `minimum` and `maximum` are the current bounds if only this field changes; a
+    choice has `names`.
+    """
 
     change: Literal["live", "drain", "restart"] = Field(alias="class")
     minimum: Number | None = Field(default=None, alias="min")
@@ -83,18 +88,18 @@ class FieldReport(_Wire):
 
 
 class ConfigReport(_Wire):
-    """`GET /admin/v1/config`."""
+    """Response of `GET /admin/v1/config`."""
 
     generation: Annotated[int, Field(ge=1)]
     envelope: Mapping[str, object]
     desired: Values
     applied: Values
     chosen: Texts = Field(alias="applied")
-    """The same, of choices."""
+    """The applied values of choices."""
     fields: Mapping[str, FieldReport]
 
     def for_tuner(self) -> Config:
-        """The part that the tuner reads."""
+        """Return the part that the tuner reads."""
         max_model_len = self.envelope.get("max_model_len")
         return Config(
             generation=self.generation,
@@ -110,7 +115,7 @@ class ConfigReport(_Wire):
         )
 
     def queue(self) -> ReportedScheduling:
-        """What it says of the order of its queue."""
+        """Return the scheduling policy and its parameters."""
         report = self.fields.get(POLICY)
         return ReportedScheduling(
             policy=self.chosen.get(POLICY),
@@ -120,7 +125,7 @@ class ConfigReport(_Wire):
 
 
 class KvReport(_Wire):
-    """The KV cache in blocks."""
+    """KV cache usage in blocks."""
 
     block_size: Count
     bytes_per_block: Count
@@ -131,7 +136,7 @@ class KvReport(_Wire):
 
 
 class MemoryLedger(_Wire):
-    """`GET /admin/v1/memory`: who owns the device's bytes."""
+    """Response of `GET /admin/v1/memory`: device memory by owner."""
 
     device_bytes: Count
     driver_used_bytes: Count
@@ -140,7 +145,7 @@ class MemoryLedger(_Wire):
     kv: KvReport
 
     def for_tuner(self) -> Ledger:
-        """The part that the tuner reads."""
+        """Return the part that the tuner reads."""
         return Ledger(
             device_bytes=self.device_bytes,
             blocks_total=self.kv.blocks_total,
@@ -153,7 +158,7 @@ class MemoryLedger(_Wire):
 
 
 class Layout(_Wire):
-    """`GET /admin/v1/layout`: what really runs."""
+    """Response of `GET /admin/v1/layout`: the actual parallel layout."""
 
     world_size: Annotated[int, Field(ge=1)]
     tensor_parallel_size: Annotated[int, Field(ge=1)]
@@ -162,7 +167,7 @@ class Layout(_Wire):
     expert_parallel: bool
 
     def degrees(self) -> Degrees:
-        """As the operator compares them with the spec."""
+        """Return the layout in the form that is compared with the spec."""
         return Degrees(
             tensor=self.tensor_parallel_size,
             pipeline=self.pipeline_parallel_size,
@@ -173,7 +178,7 @@ class Layout(_Wire):
 
 
 class DrainProgress(_Wire):
-    """`POST /admin/v1/drain`: what is left."""
+    """Response of `POST /admin/v1/drain`: the remaining work."""
 
     remaining_requests: Count
     remaining_tokens: Count
@@ -181,7 +186,7 @@ class DrainProgress(_Wire):
 
 
 class Patched(_Wire):
-    """`PATCH /admin/v1/config` was accepted. `id` and `applied_at_step` are None after a dry run."""
+    """Accepted `PATCH /admin/v1/config`. `id` and `applied_at_step` are None after a dry run."""
 
     id: str | None
     generation: int
@@ -191,21 +196,21 @@ class Patched(_Wire):
 
 @dataclass(frozen=True, slots=True)
 class Unauthorized:
-    """401: the engine was started with the hash of another token; it must restart with ours."""
+    """401: the engine was started with the hash of another token and must restart with the current one."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """503: the engine has not finished loading; ask again on the next tick."""
+    """503: the engine is still loading. It is polled again in the next tick."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """412: somebody changed the configuration since it was read; `generation` is the present one."""
+    """412: the configuration was changed since it was read. `generation` is the current one."""
 
     generation: int
     message: str
@@ -213,7 +218,7 @@ class Stale:
 
 @dataclass(frozen=True, slots=True)
 class OutOfBounds:
-    """422: nothing was changed. `nearest` is None when no value would do."""
+    """422: nothing was changed. `nearest` is None if no value is valid."""
 
     field: str
     value: object
@@ -225,7 +230,7 @@ class OutOfBounds:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Any other refusal (400, 404, …): the two sides disagree about the contract."""
+    """Other 4xx status: the two sides disagree about the contract."""
 
     status: int
     message: str
@@ -236,7 +241,7 @@ T = TypeVar("T", bound=_Wire)
 
 
 class EngineClient:
-    """Typed calls to one engine's admin port."""
+    """Client of one engine's admin port."""
 
     def __init__(self, http: aiohttp.ClientSession, base_url: str, token: str) -> None:
         self._http = http
@@ -253,16 +258,17 @@ class EngineClient:
         return await self._get("/admin/v1/layout", Layout)
 
     async def requests(self, after: int | None) -> bytes | Failure:
-        """The body of the list of requests, whose JSON is large at times; those that ended before `after` are left
-        out."""
+        """Return the JSON body of the list of requests, which may be large. Requests that finished before `after`
+        are left out.
+        """
         query = "" if after is None else f"?after={after}"
         reply = await self._call("GET", f"/admin/v1/requests{query}")
         if isinstance(reply, Reply) and reply.status == 200:
             return reply.body
-        return _failed(reply)
+        return _to_failure(reply)
 
     async def drain(self, deadline_seconds: float) -> DrainProgress | Failure:
-        """Stop admitting requests. Calling again reports progress."""
+        """Stop admitting requests. A repeated call returns the progress."""
         reply = await self._call("POST", "/admin/v1/drain", json={"deadline_seconds": deadline_seconds})
         return _parse(reply, DrainProgress)
 
@@ -273,14 +279,14 @@ class EngineClient:
         path = "/admin/v1/config?dry_run=1" if dry_run else "/admin/v1/config"
         headers = {} if if_match is None else {"If-Match": str(if_match)}
         body = {str(name): value for name, value in fields.items()}
-        reply = await self._call("PATCH", path, json=body, headers=headers, deadline_seconds=PATCH_SECONDS)
+        reply = await self._call("PATCH", path, json=body, headers=headers, deadline_seconds=PATCH_TIMEOUT_SECONDS)
         if isinstance(reply, Reply) and reply.status == 412:
             stale = _read(reply.body, _StaleBody)
-            return Stale(stale.generation, stale.message) if stale else _nonsense(reply)
+            return Stale(stale.generation, stale.message) if stale else _malformed(reply)
         if isinstance(reply, Reply) and reply.status == 422:
             refusal = _read(reply.body, _RefusalBody)
             if refusal is None:
-                return _nonsense(reply)
+                return _malformed(reply)
             return OutOfBounds(
                 refusal.field, refusal.value, refusal.min, refusal.max, _number(refusal.nearest), refusal.message
             )
@@ -296,7 +302,7 @@ class EngineClient:
         *,
         json: object = None,
         headers: Mapping[str, str] | None = None,
-        deadline_seconds: float = ANSWER_SECONDS,
+        deadline_seconds: float = ADMIN_TIMEOUT_SECONDS,
     ) -> Reply | Unreachable:
         return await fetch(
             self._http,
@@ -330,12 +336,12 @@ def _parse(reply: Reply | Unreachable, kind: type[T]) -> T | Failure:
     if isinstance(reply, Unreachable):
         return reply
     if reply.status == 200:
-        return _read(reply.body, kind) or _nonsense(reply)
-    return _failed(reply)
+        return _read(reply.body, kind) or _malformed(reply)
+    return _to_failure(reply)
 
 
-def _failed(reply: Reply | Unreachable) -> Failure:
-    """What an answer that is not the one hoped for means."""
+def _to_failure(reply: Reply | Unreachable) -> Failure:
+    """Map an unsuccessful response to a failure."""
     if isinstance(reply, Unreachable):
         return reply
     message = _message(reply)
@@ -353,14 +359,14 @@ def _read(body: bytes, kind: type[T]) -> T | None:
         return None
 
 
-def _nonsense(reply: Reply) -> Unreachable:
-    return Unreachable(f"the engine's answer (status {reply.status}) is not what docs/reference/contract.md says")
+def _malformed(reply: Reply) -> Unreachable:
+    return Unreachable(f"the engine's response (status {reply.status}) violates docs/reference/contract.md")
 
 
 def _message(reply: Reply) -> str:
-    """The engine's own words, at most a line of them."""
+    """Return the engine's error message, truncated to 500 characters."""
     body = _read(reply.body, _MessageBody)
-    return body.message[:500] if body else f"the engine answered with status {reply.status}"
+    return body.message[:500] if body else f"the engine responded with status {reply.status}"
 
 
 def _number(value: Value | str | None) -> Value | None:

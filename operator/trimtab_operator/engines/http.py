@@ -1,8 +1,8 @@
-"""One HTTP request to a pod, with a deadline for all of it and a limit on what is read. Nothing that may have been done
-is sent again; no redirects.
+"""HTTP requests to pods, with a total deadline and a size limit. No retries, because a request may have taken effect;
+no redirects.
 
-What a pod answers is a stranger's word: it may be slow, endless or nonsense, and must never hold up the others. Pods
-are asked by the thousand: with aiohttp a request costs a seventh of the processor time that it costs with httpx.
+Pod responses are untrusted: they may be slow, endless or malformed, and must not delay other requests. Thousands of
+pods are polled: a request with aiohttp takes a seventh of the CPU time of one with httpx.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import aiohttp
 
 MAX_BODY_BYTES = 1 << 20  # a full /metrics page of an engine is about 100 KB
-DEADLINE_SECONDS = 5.0  # for a whole request, unless the caller says otherwise
-CONNECT_SECONDS = 2.0  # a pod that is gone does not answer at all
-AS_IT_IS = {"Accept-Encoding": "identity"}  # a few bytes can be packed that fill all memory when they are unpacked
-MAX_CONNECTIONS = 2000  # in use at once, over all resources: each of them takes its share alone (engines/poller.py)
-KEEP_ALIVE_SECONDS = 15.0  # an idle connection, to the next look and a little longer
+DEADLINE_SECONDS = 5.0  # default for a whole request
+CONNECT_SECONDS = 2.0  # a deleted pod does not respond at all
+IDENTITY_ENCODING = {"Accept-Encoding": "identity"}  # a compressed bomb could fill the memory
+MAX_CONNECTIONS = 2000  # of all resources; each is limited further (engines/poller.py)
+KEEP_ALIVE_SECONDS = 15.0  # longer than the interval between two polls
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, whatever its status."""
+    """Response with any status."""
 
     status: int
     body: bytes
@@ -31,28 +31,28 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """No usable answer: refused, timed out, cut off, too large or not what was asked for. `message` says which."""
+    """No usable response: refused, timed out, truncated, too large or malformed. `message` gives the reason."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class TooSlow(Unreachable):
-    """Nothing came, or not all of it, before the deadline."""
+class RequestTimeout(Unreachable):
+    """The response did not complete before the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class TooLarge(Unreachable):
-    """More came than is read."""
+    """The response exceeded the size limit."""
 
 
 def new_client() -> aiohttp.ClientSession:
-    """The client for pods: straight to their addresses, without a proxy from the environment."""
+    """Return a client for pods. It connects directly and ignores proxies of the environment."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=MAX_CONNECTIONS, keepalive_timeout=KEEP_ALIVE_SECONDS, enable_cleanup_closed=False
         ),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),  # `fetch` sets that of the whole
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),  # `fetch` sets the total
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         trust_env=False,
@@ -60,7 +60,7 @@ def new_client() -> aiohttp.ClientSession:
 
 
 def pod_url(address: str, port: int) -> str:
-    """`http://ADDRESS:PORT`, with brackets around an IPv6 address."""
+    """Return `http://ADDRESS:PORT`, with brackets around an IPv6 address."""
     host = f"[{address}]" if ":" in address else address
     return f"http://{host}:{port}"
 
@@ -75,8 +75,8 @@ async def fetch(
     deadline_seconds: float = DEADLINE_SECONDS,
     max_bytes: int = MAX_BODY_BYTES,
 ) -> Reply | Unreachable:
-    """Make one request. Never raises for what the other side does."""
-    asked = {**(headers or {}), **AS_IT_IS}
+    """Send one request. Never raises for errors of the other side."""
+    asked = {**(headers or {}), **IDENTITY_ENCODING}
     try:
         async with (
             asyncio.timeout(deadline_seconds),
@@ -84,15 +84,15 @@ async def fetch(
         ):
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
-                return Unreachable(f"{url}: the answer is encoded as {encoding[:40]}, which was not asked for")
+                return Unreachable(f"{url}: the response has the unrequested encoding {encoding[:40]}")
             body = bytearray()
             async for chunk in response.content.iter_any():
                 body += chunk
                 if len(body) > max_bytes:
-                    return TooLarge(f"{url}: the answer is larger than {max_bytes:,} bytes")
+                    return TooLarge(f"{url}: the response is larger than {max_bytes:,} bytes")
             return Reply(response.status, bytes(body))
     except TimeoutError:
-        return TooSlow(f"{url}: no answer within {deadline_seconds:g} s")
+        return RequestTimeout(f"{url}: no response within {deadline_seconds:g} s")
     except aiohttp.ClientConnectorError as error:
         return Unreachable(f"{url}: no connection: {error.os_error.strerror or error.os_error}")
     except (aiohttp.ClientError, OSError) as error:

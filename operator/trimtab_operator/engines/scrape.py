@@ -1,6 +1,6 @@
-"""What the engine of one group reports now: a scrape of its pod, joined with its admin API. I/O, no rules.
+"""Observation of one engine: a scrape of its pod joined with its admin API. I/O only, no rules.
 
-Impossible values are passed on as they are; the tuner judges them and says so.
+Impossible values are passed on; the tuner validates them.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from trimtab_operator.tuner.samples.requests import parse_request_updates
 from trimtab_operator.tuner.samples.series import USED_NAMES, Labels, Unreadable, sample_of
 
 MAX_METRICS_BYTES = 1 << 20  # about ten times what an engine exposes
-MAX_SERIES = 8000  # of those that are read: an engine of sixty data-parallel ranks has fewer
-LARGE_PAGE_BYTES = 1 << 17  # from which on its lines are chosen beside the event loop: it would hold up everybody
-KNOWN_HEADS = 8192  # lines without their values that are remembered: of some sixty engines, in 8 MB at most
-LONGEST_HEAD = 400  # characters of one that is
+MAX_SERIES = 8000  # used series: sixty data-parallel ranks have fewer
+LARGE_PAGE_BYTES = 1 << 17  # larger pages are filtered in a thread, to keep the event loop responsive
+MAX_CACHED_HEADS = 8192  # cached heads: of about sixty engines, at most 8 MB
+MAX_HEAD_CHARS = 400  # characters of a cached head
 NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|Inf|NaN)", re.ASCII)
-LARGE_BYTES = 1 << 13  # of what is parsed, likewise: some 2 ms
-READ = tuple(sorted(name.encode() for name in USED_NAMES))
+LARGE_BODY_BYTES = 1 << 13  # larger bodies are parsed in a thread: about 2 ms
+USED_PREFIXES = tuple(sorted(name.encode() for name in USED_NAMES))
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapeFailure:
-    """Why a page of metrics cannot be used, or why there is none."""
+    """Reason why metrics are missing or unusable."""
 
     reason: str
     kind: Reason = Reason.METRICS_MISSING
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """What Prometheus will say of one pod: one answer tells of all pods of a resource. `may_scrape`: the pod is asked
-    itself where that is of no use."""
+class PrometheusReading:
+    """Pending Prometheus result for one pod; one query covers all pods of a resource. With `allow_scrape`, the pod
+    is scraped if the result is unusable.
+    """
 
     reading: asyncio.Task[Mapping[str, Sample | ScrapeFailure]]
     pod: str
-    may_scrape: bool
+    allow_scrape: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
-    """Metrics of one engine, and where they were read."""
+class _MetricsReading:
+    """Metrics of one engine and their source."""
 
     found: Sample | ScrapeFailure
     source: Source
@@ -70,27 +71,30 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """`/startupz`: how far the engine has come, 0..100 percent of the stage's whole."""
+    """Response of `/startupz`: loading stage and its progress, 0..100 percent."""
 
     stage: str
     percent: float
     message: str | None = None
     downloaded_bytes: int | None = None
-    """What it fetched of its model before it began to load."""
+    """Bytes of the model downloaded before loading."""
 
 
-async def ask(
+async def observe_engine(
     target: EngineTarget,
     *,
     http: aiohttp.ClientSession,
     token: str,
     after_request: int | None = None,
-    stored: Stored | None = None,
+    stored: PrometheusReading | None = None,
     clock: Callable[[], float] = time.time,
 ) -> EngineObservation:
-    """Ask one engine all that matters now, at once: while it loads, how far it is; when it is Ready, its metrics (from
-    Prometheus where `stored` says so), its ledger and the requests that ended after number `after_request`; its
-    configuration in either case, and its layout where that is still to be learned."""
+    """Observe one engine with concurrent requests.
+
+    While it loads: progress and configuration. When it is Ready: metrics (from Prometheus if `stored` is given),
+    configuration, memory ledger, the requests that finished after number `after_request`, and the layout if it is not
+    known yet.
+    """
     assert target.address is not None
     api = pod_url(target.address, target.api_port)
     client = EngineClient(http, pod_url(target.address, target.admin_port), token)
@@ -125,7 +129,7 @@ async def ask(
         applied=None if report is None else report.applied,
         queue=None if report is None else report.queue(),
         layout=layout,
-        next_request=next_request if isinstance(scraped, Sample) else None,  # else they are asked for again
+        next_request=next_request if isinstance(scraped, Sample) else None,  # otherwise they are requested again
         page=read.page if problem is None and read.fallback_reason is None else None,
     )
 
@@ -143,21 +147,21 @@ def _problem(
 
 
 async def _read(
-    http: aiohttp.ClientSession, api_url: str, stored: Stored | None, *, clock: Callable[[], float]
-) -> _Reading:
-    """What Prometheus has; the pod's own page where nothing is stored, or it is of no use."""
+    http: aiohttp.ClientSession, api_url: str, stored: PrometheusReading | None, *, clock: Callable[[], float]
+) -> _MetricsReading:
+    """Return the metrics from Prometheus, or from the pod if Prometheus is not used or its result is unusable."""
     if stored is None:
-        lines = await lines_of(http, api_url)
+        lines = await fetch_metric_lines(http, api_url)
         if isinstance(lines, ScrapeFailure):
-            return _Reading(lines, Source.PODS)
-        return _Reading(await _beside(_parsed, lines, at=clock()), Source.PODS, page=hash_of(lines))
+            return _MetricsReading(lines, Source.PODS)
+        return _MetricsReading(await _parse_body(_parsed, lines, at=clock()), Source.PODS, page=hash_of(lines))
     found = (await asyncio.shield(stored.reading))[stored.pod]
-    if isinstance(found, Sample) or not stored.may_scrape:
-        return _Reading(found, Source.PROMETHEUS)
+    if isinstance(found, Sample) or not stored.allow_scrape:
+        return _MetricsReading(found, Source.PROMETHEUS)
     scraped = await scrape(http, api_url, clock=clock)
     if isinstance(scraped, Sample):
-        return _Reading(scraped, Source.PODS, fallback_reason=found.reason)
-    return _Reading(ScrapeFailure(f"{found.reason}; and {scraped.reason}", found.kind), Source.PODS)
+        return _MetricsReading(scraped, Source.PODS, fallback_reason=found.reason)
+    return _MetricsReading(ScrapeFailure(f"{found.reason}; and {scraped.reason}", found.kind), Source.PODS)
 
 
 async def _layout(client: EngineClient, target: EngineTarget) -> Degrees | None:
@@ -168,16 +172,17 @@ async def _layout(client: EngineClient, target: EngineTarget) -> Degrees | None:
 async def _requests(
     client: EngineClient, after: int | None, *, clock: Callable[[], float]
 ) -> tuple[RequestUpdates | None, int | None]:
-    """The requests that ended since, and the number to ask after next time. An engine that does not list its requests
-    (an older one) can be tuned all the same."""
+    """Return the finished requests and the number for the next call. An older engine without this endpoint can still
+    be tuned.
+    """
     body = await client.requests(after)
     if not isinstance(body, bytes):
         return None, None
-    return await _beside(parse_requests, body, at=clock())
+    return await _parse_body(parse_requests, body, at=clock())
 
 
 def parse_requests(body: bytes, *, at: float) -> tuple[RequestUpdates | None, int | None]:
-    """Read one list of requests; nothing where it is not what docs/reference/contract.md says."""
+    """Parse a list of requests. (None, None) if it violates docs/reference/contract.md."""
     try:
         return parse_request_updates(json.loads(body), at=at)
     except (Unreadable, ValueError, RecursionError):
@@ -187,38 +192,40 @@ def parse_requests(body: bytes, *, at: float) -> tuple[RequestUpdates | None, in
 async def scrape(
     http: aiohttp.ClientSession, api_url: str, *, clock: Callable[[], float] = time.time
 ) -> Sample | ScrapeFailure:
-    """Fetch and parse `/metrics`. The sample is dated by the operator's clock, when the page has arrived."""
-    lines = await lines_of(http, api_url)
-    return lines if isinstance(lines, ScrapeFailure) else await _beside(_parsed, lines, at=clock())
+    """Fetch and parse `/metrics`. The sample has the operator's time of arrival."""
+    lines = await fetch_metric_lines(http, api_url)
+    return lines if isinstance(lines, ScrapeFailure) else await _parse_body(_parsed, lines, at=clock())
 
 
-async def lines_of(http: aiohttp.ClientSession, api_url: str) -> bytes | ScrapeFailure:
-    """Fetch `/metrics`; the lines of it that are read."""
+async def fetch_metric_lines(http: aiohttp.ClientSession, api_url: str) -> bytes | ScrapeFailure:
+    """Fetch `/metrics` and return the lines that are used."""
     reply = await fetch(http, "GET", f"{api_url}/metrics", max_bytes=MAX_METRICS_BYTES)
     if isinstance(reply, Unreachable):
         return ScrapeFailure(reply.message)
     if reply.status != 200:
-        return ScrapeFailure(f"{api_url}/metrics answered with status {reply.status}")
+        return ScrapeFailure(f"{api_url}/metrics responded with status {reply.status}")
     if len(reply.body) <= LARGE_PAGE_BYTES:
         return _lines_to_read(reply.body)
     return await asyncio.to_thread(_lines_to_read, reply.body)
 
 
 def hash_of(lines: bytes) -> bytes:
-    """A name for what a page says."""
+    """Return a hash of the metric lines, to detect changes."""
     return hashlib.blake2b(lines, digest_size=16).digest()
 
 
-async def _beside(read: Callable[..., T], body: bytes, *, at: float) -> T:
-    """What is read from a body; a large one beside the event loop."""
-    return read(body, at=at) if len(body) <= LARGE_BYTES else await asyncio.to_thread(read, body, at=at)
+async def _parse_body(read: Callable[..., T], body: bytes, *, at: float) -> T:
+    """Parse a body; a large one in a thread."""
+    return read(body, at=at) if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read, body, at=at)
 
 
 Series = dict[str, list[tuple[Labels, float]]]
 
 
 def parse_metrics(page: bytes, *, at: float) -> Sample | ScrapeFailure:
-    """Read one page of Prometheus text. A page that cannot be read, or lacks a metric, is a failure that says which."""
+    """Parse a page in the Prometheus text format. Return a failure with the reason if it is malformed or lacks a
+    metric.
+    """
     return _parsed(_lines_to_read(page), at=at)
 
 
@@ -232,15 +239,19 @@ def _parsed(lines: bytes, *, at: float) -> Sample | ScrapeFailure:
 
 
 def _lines_to_read(page: bytes) -> bytes:
-    """The lines of the series that are read: there are a hundred times as many."""
-    return b"\n".join((*(line for line in page.split(b"\n") if line.startswith(READ)), b""))
+    """Return the lines of the series that are used, about a hundredth of all."""
+    return b"\n".join((*(line for line in page.split(b"\n") if line.startswith(USED_PREFIXES)), b""))
 
 
 def _series(lines: bytes) -> Series:
-    """Every series by name. Raises ValueError where the text is malformed, has too many or one that appears twice."""
+    """Return all series by name.
+
+    Raises:
+        ValueError: The text is malformed, has too many series, or has a duplicate.
+    """
     count = lines.count(b"\n")
     if count > MAX_SERIES:
-        raise ValueError(f"it has {count:,} series where an engine has a few")
+        raise ValueError(f"it has {count:,} series; at most {MAX_SERIES:,} are supported")
     series: Series = {}
     seen: set[_Key] = set()
     for line in lines.decode().split("\n"):
@@ -257,26 +268,26 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What names a series: all of its line but the value."""
+    """Name and labels of a series: its line without the value."""
 
     key: _Key
-    """Its name, and its labels in order."""
+    """Name and sorted labels."""
     labels: Labels
 
 
 def _samples(line: str) -> list[tuple[_Head, float]]:
-    """What a line says. From look to look an engine's lines differ in their values, and what names them is known."""
+    """Return the samples of a line. The head is cached, since only values change between polls."""
     text, _, value = line.rpartition(" ")
-    if 0 < len(text) <= LONGEST_HEAD:
+    if 0 < len(text) <= MAX_HEAD_CHARS:
         head = _head(text)
         if head is not None and NUMBER.fullmatch(value):
             return [(head, float(value))]
     return [(_head_of(sample), float(sample.value)) for sample in _parsed_line(line)]
 
 
-@lru_cache(maxsize=KNOWN_HEADS)
+@lru_cache(maxsize=MAX_CACHED_HEADS)
 def _head(text: str) -> _Head | None:
-    """What names the series of this line, which is given without its value; None: it is not that what stands there."""
+    """Parse a line without its value. None if it is not exactly one sample."""
     try:
         found = _parsed_line(f"{text} 0")
     except (ValueError, KeyError, IndexError):
@@ -293,7 +304,9 @@ def _parsed_line(line: str) -> list[PageSample]:
 
 
 async def load_progress(http: aiohttp.ClientSession, api_url: str) -> LoadProgress | None:
-    """`/startupz`, which answers while the engine loads; None when it does not answer, or not as it should."""
+    """Return the progress from `/startupz`, which is served while the engine loads. None if the response is missing
+    or malformed.
+    """
     reply = await fetch(http, "GET", f"{api_url}/startupz")
     if not isinstance(reply, Reply) or reply.status not in (200, 503):
         return None

@@ -1,7 +1,7 @@
-"""The webhook's certificates: an authority of our own and a leaf for the Service's names. Pure but for randomness.
+"""Certificates of the webhook: a private CA and a leaf for the Service's DNS names. Pure except for randomness.
 
-Kept in one Secret that all operator pods share. The leaf is renewed RENEW_BEFORE its end; the authority too, and while
-its successor is young the bundle holds both, so that no API server meets a certificate it cannot check.
+They are stored in one Secret that all operator pods share. The leaf is renewed RENEW_BEFORE its end. The CA is renewed
+as well; while the new CA is recent, the bundle contains both, so every API server can verify every certificate in use.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 CA_LIFETIME = timedelta(days=3650)
 LEAF_LIFETIME = timedelta(days=365)
 RENEW_BEFORE = timedelta(days=60)
-CLOCK_SKEW = timedelta(hours=1)  # the API server's clock may be behind ours
+CLOCK_SKEW = timedelta(hours=1)  # tolerated for a late clock of the API server
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """PEM texts. `bundle` is what clients trust: the authority, and its predecessor while that is still valid."""
+    """PEM certificates and keys. `bundle` is the trust bundle: the CA, and the previous CA while it is valid."""
 
     ca_key: bytes
     ca: bytes
@@ -42,15 +42,15 @@ class Certificates:
 
     @classmethod
     def from_secret(cls, data: Mapping[str, bytes]) -> Certificates | None:
-        """None when an entry is missing."""
+        """Return the certificates in a Secret's data. None if an entry is missing."""
         try:
             return cls(data["ca.key"], data["ca.crt"], data["bundle.crt"], data["tls.key"], data["tls.crt"])
         except KeyError:
             return None
 
 
-def fresh(names: list[str], *, now: datetime) -> Certificates:
-    """A new authority and a leaf for these DNS names."""
+def issue(names: list[str], *, now: datetime) -> Certificates:
+    """Return a new CA and a leaf for these DNS names."""
     ca_key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "trimtab-operator webhook CA")])
     ca = (
@@ -64,17 +64,17 @@ def fresh(names: list[str], *, now: datetime) -> Certificates:
     return Certificates(_key_pem(ca_key), ca_pem, ca_pem, _key_pem(key), _pem(leaf))
 
 
-def renewed(current: Certificates, names: list[str], *, now: datetime) -> Certificates | None:
-    """What replaces `current`, or None while it is good. Changed names and unreadable parts are reasons too."""
+def renew_if_needed(current: Certificates, names: list[str], *, now: datetime) -> Certificates | None:
+    """Return the renewed certificates. None if `current` is valid, readable and for these names."""
     try:
         ca = x509.load_pem_x509_certificate(current.ca)
         leaf = x509.load_pem_x509_certificate(current.leaf)
         ca_key = serialization.load_pem_private_key(current.ca_key, password=None)
         serialization.load_pem_private_key(current.key, password=None)
     except ValueError:
-        return fresh(names, now=now)
+        return issue(names, now=now)
     if ca.not_valid_after_utc - now < LEAF_LIFETIME:
-        successor = fresh(names, now=now)
+        successor = issue(names, now=now)
         is_valid = ca.not_valid_after_utc > now
         bundle = successor.ca + (current.ca if is_valid else b"")
         return Certificates(successor.ca_key, successor.ca, bundle, successor.key, successor.leaf)
@@ -86,13 +86,13 @@ def renewed(current: Certificates, names: list[str], *, now: datetime) -> Certif
 
 
 def names_of(certificate: x509.Certificate) -> list[str]:
-    """The DNS names that a certificate is for, sorted."""
+    """Return the sorted DNS names of a certificate."""
     extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     return sorted(extension.value.get_values_for_type(x509.DNSName))
 
 
 def service_names(service: str, namespace: str) -> list[str]:
-    """The names by which an API server calls a Service."""
+    """Return the DNS names by which an API server addresses a Service."""
     return [f"{service}.{namespace}.svc", f"{service}.{namespace}.svc.cluster.local"]
 
 

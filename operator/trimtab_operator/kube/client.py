@@ -1,7 +1,9 @@
-"""The only door to the API server: about ten verbs on `kube/http.py`. No rule lives here.
+"""Client of the API server: the only module that sends requests to it, through `kube/http.py`. It contains no
+decisions.
 
-Children are written by server-side apply under the field manager `trimtab-operator`, `/status` under `trimtab-status`;
-the user's `spec` is never written. Ownership is added here and only here, so deleting a resource leaves nothing behind.
+Children are written by server-side apply with the field manager `trimtab-operator`, `/status` with `trimtab-status`.
+The user's `spec` is never written. Owner references are added only here, so deleting a resource deletes all its
+children.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, No
 
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, MANAGED_BY, children_selector, rendezvous_secret_name
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotLeading, NotYet
-from trimtab_operator.kube.http import JSON, ApiHttp, read
+from trimtab_operator.kube.http import JSON, ApiHttp, parse_json
 from trimtab_operator.kube.informer_cache import Cache
-from trimtab_operator.kube.rbac import Right, missing_right
+from trimtab_operator.kube.rbac import MissingPermission, missing_permission
 from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.actions import MAX_EVENT_MESSAGE
 from trimtab_operator.observed.groups import ObservedChildren, is_worker
@@ -40,12 +42,12 @@ logger = logging.getLogger(__name__)
 
 FIELD_MANAGER = "trimtab-operator"
 STATUS_MANAGER = "trimtab-status"
-REQUEST_SECONDS = 30.0  # no request to the API server takes longer, but for a watch
+REQUEST_SECONDS = 30.0  # of every request except a watch
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
 CONNECT_SECONDS = 10.0
-MAX_CALLS_AT_ONCE = 32  # of the connections that there are; the Lease waits for none of them
+MAX_CONCURRENT_CALLS = 32  # of all connections; Lease calls are not limited
 
-API_ERRORS = (DynamicApiError, ApiException)  # what the API server answered; connection trouble is an OSError
+API_ERRORS = (DynamicApiError, ApiException)  # responses of the API server; connection errors are OSError
 RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, version, plural, namespaced
     KIND: (GROUP, VERSION, PLURAL, True),
     "Service": ("", "v1", "services", True),
@@ -70,48 +72,53 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     ),
 }
 
-OF_NOTHING = "1"  # etcd counts from 1, when it is empty: no object has this version
-NO_VERSION_PLEASE = "should not be set on objects to be created"
+NEVER_USED_VERSION = "1"  # etcd revision 1 is the empty store: no object has this version
+VERSION_NOT_ALLOWED_MESSAGE = "should not be set on objects to be created"
 LEASES = "/apis/coordination.k8s.io/"
-OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines do without them
-OPTIONAL_FRESH_SECONDS = 60.0  # what only guards and watches engines is looked at once a minute
-SERVED_FRESH_SECONDS = 300.0  # a kind that is installed later is found within minutes
-RENDEZVOUS_SECRET_TTL_SECONDS = 60.0  # a Secret is never listed nor watched: it is read once a minute by whom it concerns
-CHILDREN = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount")  # what every look reads
-PAGE = 500  # objects of one answer
+OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines run without them
+OPTIONAL_FRESH_SECONDS = 60.0  # protection and monitoring objects are read once a minute
+SERVED_FRESH_SECONDS = 300.0  # until a new CRD is noticed
+RENDEZVOUS_SECRET_TTL_SECONDS = 60.0  # Secrets are never listed or watched, but read by name once a minute
+CHILDREN = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount")  # read at each reconcile
+PAGE_SIZE = 500  # objects per response
 
-NOTHING_ASKED: Mapping[str, str | None] = {}
+NO_QUERY: Mapping[str, str | None] = {}
 FORBIDDEN, NOT_FOUND, INVALID, TOO_MANY = 403, 404, 422, 429
 
 
 def is_forbidden(error: BaseException) -> bool:
-    """Whether the API server said that the operator has no right to this: not every installation gives all of them."""
+    """Return True if the operator lacks the permission (403): not every installation grants all of them."""
     return getattr(error, "status", None) == FORBIDDEN
 
 
 def is_invalid(error: BaseException) -> bool:
-    """Whether the API server said that a value cannot be."""
+    """Return True if the API server rejected a value (422)."""
     return getattr(error, "status", None) == INVALID
 
 
 class Cluster:
-    """One connection to one API server. Use it as an async context manager. `cache`, where there is one, is told of
-    what is written; `may_write` is asked before every request that could change anything."""
+    """Connection to one API server, as an async context manager. Writes are recorded in `cache` if it is set;
+    `may_write` is called before every request that could change anything.
+    """
 
     def __init__(self) -> None:
         self.cache: Cache | None = None
         self.may_write: Callable[[], bool] = lambda: True
         self._stack = AsyncExitStack()
-        self._gate = asyncio.Semaphore(MAX_CALLS_AT_ONCE)
+        self._gate = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._api: ApiHttp | None = None
         self._served: dict[str, tuple[float, bool]] = {}
         self._optional: dict[str, tuple[float, Mapping[str, tuple[Manifest, ...]]]] = {}
         self._rendezvous_secrets: dict[str, tuple[float, tuple[Manifest, ...]]] = {}
         self._unversioned: set[str] = set()
-        """Kinds of which this API server makes none whose version is given, such as Services of Kubernetes 1.20."""
+        """Kinds that this API server does not create with a resourceVersion, such as Services in Kubernetes 1.20."""
 
     async def __aenter__(self) -> Cluster:
-        """Connect: from inside a pod by its service account, else by KUBECONFIG. Raises MisconfiguredOperator."""
+        """Connect with the pod's service account, else with KUBECONFIG.
+
+        Raises:
+            MisconfiguredOperator: Neither is available.
+        """
         configuration = kubernetes.aio.client.Configuration()
         try:
             _untyped(kubernetes.aio.config.load_incluster_config)(client_configuration=configuration)
@@ -120,12 +127,12 @@ class Cluster:
                 await _untyped(kubernetes.aio.config.load_kube_config)(client_configuration=configuration)
             except (kubernetes.aio.config.ConfigException, OSError) as error:
                 raise MisconfiguredOperator(
-                    f"no cluster: not in a pod, and KUBECONFIG cannot be read ({error}); set KUBECONFIG"
+                    f"not in a pod, and KUBECONFIG cannot be read ({error}); set KUBECONFIG"
                 ) from error
         return await self.connect(configuration)
 
     async def connect(self, configuration: Any) -> Cluster:
-        """Connect as the client library is configured."""
+        """Connect with a configuration of the client library."""
         self._api = await self._stack.enter_async_context(ApiHttp(configuration))
         return self
 
@@ -135,30 +142,30 @@ class Cluster:
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
-        """One object, or None when the API server says that there is none."""
+        """Return one object. None if the API server reports that it does not exist."""
         try:
             return await self._call("get", self._path(kind, namespace, name))
         except NotFoundError as error:
-            if not _speaks_of(error, name):
+            if not _names_object(error, name):
                 raise
             return None
 
     async def list(
         self, kind: str, namespace: str | None, *, selector: str | None = None, fields: str | None = None
     ) -> list[dict[str, Any]]:
-        """Every object of a kind, in one namespace or in all, by its labels (`selector`) or fields."""
+        """Return all objects of a kind, in one namespace or in all, by label selector or field selector."""
         path = self._path(kind, namespace, None)
         found = await self._call("get", path, query={"labelSelector": selector, "fieldSelector": fields})
-        return [{"kind": kind, **item} for item in found.get("items") or ()]  # lists say it once
+        return [{"kind": kind, **item} for item in found.get("items") or ()]  # items of a list have no kind
 
     async def list_at(
         self, kind: str, namespace: str | None, *, selector: str | None = None
     ) -> tuple[tuple[dict[str, Any], ...], str]:
-        """Every object of a kind, page by page, and the version at which that was all."""
+        """Return all objects of a kind, read page by page, and the resourceVersion of the list."""
         path, next_page = self._path(kind, namespace, None), None
         found: tuple[dict[str, Any], ...] = ()
         while True:
-            query = {"labelSelector": selector, "limit": str(PAGE), "continue": next_page}
+            query = {"labelSelector": selector, "limit": str(PAGE_SIZE), "continue": next_page}
             page = await self._call("get", path, query=query)
             found += tuple(page.get("items") or ())
             next_page = page["metadata"].get("continue")
@@ -166,15 +173,15 @@ class Cluster:
                 return found, str(page["metadata"]["resourceVersion"])
 
     @asynccontextmanager
-    async def watching(
+    async def watch(
         self, kind: str, namespace: str | None, *, selector: str | None, version: str, seconds: int
     ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        """The events of a kind after a version, for so many seconds, as the API server words them."""
+        """Watch a kind after a version for `seconds`. Yields the API server's events."""
         assert self._api is not None
         response = await self._api.request(
             "get",
             self._path(kind, namespace, None),
-            query=_named(
+            query=_without_none(
                 {
                     "watch": "true",
                     "allowWatchBookmarks": "true",
@@ -191,86 +198,105 @@ class Cluster:
             response.close()
 
     async def create(self, manifest: Manifest) -> dict[str, Any]:
-        """Create; raises ConflictError when it exists."""
+        """Create an object.
+
+        Raises:
+            ConflictError: It exists.
+        """
         path = self._path(manifest["kind"], manifest["metadata"].get("namespace"), None)
         return await self._call("post", path, body=manifest)
 
     async def replace(self, manifest: Manifest) -> dict[str, Any]:
-        """Replace; with metadata.resourceVersion, only if nobody else wrote meanwhile (ConflictError)."""
+        """Replace an object.
+
+        Raises:
+            ConflictError: metadata.resourceVersion is set and no longer current.
+        """
         metadata = manifest["metadata"]
         path = self._path(manifest["kind"], metadata.get("namespace"), metadata["name"])
         return await self._call("put", path, body=manifest)
 
     async def patch(self, kind: str, namespace: str | None, name: str, body: Any) -> dict[str, Any]:
-        """Strategic merge patch (lists merge by their keys); a list of operations is a JSON patch."""
+        """Patch an object: a dict is a strategic merge patch (lists merge by key), a list is a JSON patch."""
         kind_of_patch = "json-patch" if isinstance(body, list) else "strategic-merge-patch"
         path = self._path(kind, namespace, name)
         return await self._call("patch", path, body=body, content_type=f"application/{kind_of_patch}+json")
 
     async def apply(self, manifest: Manifest, owner: InferenceDeployment, *, is_new: bool) -> None:
-        """Server-side apply of a child. A new one must not exist under somebody else's ownership (NameTaken)."""
+        """Apply a child by server-side apply.
+
+        Raises:
+            NameTaken: `is_new`, and an object of this name has another owner.
+        """
         metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(owner)]}
         body = {**manifest, "metadata": metadata}
         if manifest["kind"] not in OPTIONAL:
             self._rendezvous_secrets.pop(owner.uid, None)
-            self._wrote(body, owner, await self._made_or_changed(body, owner, is_new=is_new))
+            self._record_write(body, owner, await self._create_or_update(body, owner, is_new=is_new))
             return
         self._optional.pop(owner.uid, None)
         try:
-            self._wrote(body, owner, await self._made_or_changed(body, owner, is_new=is_new))
+            self._record_write(body, owner, await self._create_or_update(body, owner, is_new=is_new))
         except API_ERRORS as error:
-            if missing_right(error) is None:
+            if missing_permission(error) is None:
                 raise
-            self._do_without(str(manifest["kind"]), missing_right(error))
+            self._disable_optional_kind(str(manifest["kind"]), missing_permission(error))
 
-    async def _made_or_changed(self, body: Manifest, owner: InferenceDeployment, *, is_new: bool) -> Manifest:
-        """Apply a child; a new one in one call, which makes it only if there is no such object. What is there already
-        is looked at before it is written over: ADR-0076."""
+    async def _create_or_update(self, body: Manifest, owner: InferenceDeployment, *, is_new: bool) -> Manifest:
+        """Apply a child. A new child is created in one call that fails if the object exists; an existing object is
+        checked before it is overwritten: ADR-0076.
+        """
         if not is_new:
             return await self._apply(body, FIELD_MANAGER)
         kind = str(body["kind"])
         if kind not in self._unversioned:
             try:
-                return await self._apply(_of_version(body, OF_NOTHING), FIELD_MANAGER)
+                return await self._apply(_with_resource_version(body, NEVER_USED_VERSION), FIELD_MANAGER)
             except ConflictError:
                 pass
             except API_ERRORS as error:
-                if NO_VERSION_PLEASE not in str(getattr(error, "body", None)):
+                if VERSION_NOT_ALLOWED_MESSAGE not in str(getattr(error, "body", None)):
                     raise
                 self._unversioned.add(kind)
-        present = await self._looked_at(body, owner)
+        present = await self._get_applicable(body, owner)
         if present is not None:
             version = present["metadata"].get("resourceVersion")
         else:
-            version = None if kind in self._unversioned else OF_NOTHING
+            version = None if kind in self._unversioned else NEVER_USED_VERSION
         try:
-            return await self._apply(_of_version(body, version), FIELD_MANAGER)
+            return await self._apply(_with_resource_version(body, version), FIELD_MANAGER)
         except ConflictError as error:
-            raise NotYet(f"{kind} {body['metadata']['name']} changes; it is looked at again") from error
+            raise NotYet(f"{kind} {body['metadata']['name']} was changed concurrently; it is retried") from error
 
-    async def _looked_at(self, manifest: Manifest, owner: InferenceDeployment) -> Manifest | None:
-        """The object of this name, if there is one. Raises NameTaken or NotYet where it is not to be written over."""
+    async def _get_applicable(self, manifest: Manifest, owner: InferenceDeployment) -> Manifest | None:
+        """Return the existing object of this name. None if there is none.
+
+        Raises:
+            NameTaken: It has another owner.
+            NotYet: It must be observed, or be deleted by Kubernetes, before it is overwritten.
+        """
         metadata = manifest["metadata"]
         present = await self.get(manifest["kind"], metadata["namespace"], metadata["name"])
         if present is None:
             return None
-        if is_of_a_former_namesake(present, owner):
+        if belongs_to_deleted_owner(present, owner):
             raise NotYet(
                 f"{manifest['kind']} {metadata['name']} belongs to the InferenceDeployment that had this name before; "
-                "it is waited for until Kubernetes has removed it"
+                "waiting until Kubernetes has deleted it"
             )
         if not is_owned(present, owner.uid):
             raise NameTaken(
-                f"{manifest['kind']} {metadata['name']} exists and belongs to somebody else; "
+                f"{manifest['kind']} {metadata['name']} exists and has another owner; "
                 "delete it, or give the InferenceDeployment another name"
             )
         if manifest["kind"] == "StatefulSet" and _is_labelled(present, owner):
-            raise NotYet(f"StatefulSet {metadata['name']} is there already; it is looked at again")
+            raise NotYet(f"StatefulSet {metadata['name']} exists already; it is observed before it is changed")
         return present
 
     async def apply_status(self, deployment: InferenceDeployment, status: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Replace what we said in `/status`, and return what became of it: an API server keeps what its schema knows.
-        The uid keeps a namesake that was created meanwhile from getting it."""
+        """Replace the operator's part of `/status`. Return what the API server kept of it: fields unknown to the CRD
+        are pruned. The uid protects a new resource with the same name.
+        """
         body = {
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": KIND,
@@ -278,30 +304,30 @@ class Cluster:
             "status": status,
         }
         answer = await self._apply(body, STATUS_MANAGER, subresource="/status")
-        self._wrote(body, deployment, answer)
+        self._record_write(body, deployment, answer)
         return answer.get("status") or {}
 
     async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
-        """Delete, if it still is the object with this uid; one that is gone already is fine.
-
-        With `grace_seconds` 0 a pod is gone at once, whether or not its node answers.
+        """Delete an object if it has this uid; a missing object is not an error. With `grace_seconds` 0 a pod is
+        removed at once, even if its node does not respond.
         """
         body: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
         if kind in OPTIONAL:
-            self._optional.clear()  # an administrator has changed the installation: all are looked at again
+            self._optional.clear()  # the installation changed: read all again
         try:
             await self._call("delete", self._path(kind, namespace, name), body=body)
         except (NotFoundError, ConflictError):
             return
         if self.cache is not None:
-            self.cache.deleted(kind, namespace, name, uid)
+            self.cache.record_delete(kind, namespace, name, uid)
 
     async def evict(self, namespace: str, name: str, *, uid: str, budget: str) -> bool:
-        """Evict a pod, if it still is the one with this uid; False where the PodDisruptionBudget `budget` does not let
-        it go now. Another's budget is no reason to keep it: where only that one refuses, or the API server evicts
-        nobody in this version, or not for this operator, the pod is deleted."""
+        """Evict a pod if it has this uid. Return False if the PodDisruptionBudget `budget` blocks it. The pod is
+        deleted if only other budgets block it, or the API server does not support evictions or does not permit them
+        to this operator.
+        """
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
@@ -313,69 +339,70 @@ class Cluster:
         except ConflictError:
             return True
         except API_ERRORS as error:
-            refusing = _refusing_budgets(error)
+            refusing = _blocking_budgets(error)
             if refusing is not None and (not refusing or any(budget in words.split() for words in refusing)):
                 return False
             await self.delete("Pod", namespace, name, uid=uid)
             return True
         if self.cache is not None:
-            self.cache.deleted("Pod", namespace, name, uid)
+            self.cache.record_delete("Pod", namespace, name, uid)
         return True
 
     # --- compositions -------------------------------------------------------------------------------------------------
 
-    async def observe(self, deployment: InferenceDeployment) -> ObservedChildren:
-        """The children of a resource as the API server gives them now: those that it owns, and its groups' pods."""
+    async def list_children(self, deployment: InferenceDeployment) -> ObservedChildren:
+        """Return the children of a resource from the API server: owned objects, and the pods of its groups."""
         selector = children_selector(deployment.name)
         found = await asyncio.gather(*(self.list(kind, deployment.namespace, selector=selector) for kind in CHILDREN))
         lists = dict(zip(CHILDREN, found, strict=True))
         secrets = await self._read_rendezvous_secret(deployment, lists["StatefulSet"])
-        return _observed(deployment, lists, secrets, await self._optional_children(deployment))
+        return _build_children(deployment, lists, secrets, await self._optional_children(deployment))
 
-    async def recall(self, deployment: InferenceDeployment, cache: Cache) -> ObservedChildren | None:
-        """The children of a resource as watches have told of them; None where one of them says nothing."""
+    async def cached_children(self, deployment: InferenceDeployment, cache: Cache) -> ObservedChildren | None:
+        """Return the children of a resource from the cache. None if a kind is not synced."""
         namespace, owner = deployment.namespace, (deployment.namespace, deployment.name)
-        if not all(cache.is_heard(kind, namespace) for kind in CHILDREN):
+        if not all(cache.is_synced(kind, namespace) for kind in CHILDREN):
             return None
         optional = {}
         for kind in OPTIONAL:
-            if cache.is_not_served(kind, namespace) or self._is_done_without(kind):
+            if cache.is_not_served(kind, namespace) or self._is_disabled(kind):
                 continue
-            if not cache.is_heard(kind, namespace):
+            if not cache.is_synced(kind, namespace):
                 return None
-            optional[kind] = owned(cache.of(kind, owner), deployment.uid)
+            optional[kind] = filter_owned(cache.of(kind, owner), deployment.uid)
         lists = {kind: cache.of(kind, owner) for kind in CHILDREN}
         secrets = await self._cached_rendezvous_secret(deployment, lists["StatefulSet"])
-        return _observed(deployment, lists, secrets, optional)
+        return _build_children(deployment, lists, secrets, optional)
 
     async def are_current(self, manifests: Iterable[Manifest]) -> bool:
-        """Whether objects are still as they are known, each by one read."""
+        """Return True if all objects still have their resourceVersion. Sends one read per object."""
         return all(await asyncio.gather(*map(self._is_current, manifests)))
 
     async def _is_current(self, known: Manifest) -> bool:
         metadata = known["metadata"]
         name, namespace = metadata["name"], metadata["namespace"]
-        if known["kind"] == "Pod":  # there is a right to list them, and none to get one
+        if known["kind"] == "Pod":  # the operator may list pods, but not get one
             present = next(iter(await self.list("Pod", namespace, fields=f"metadata.name={name}")), None)
         else:
             present = await self.get(known["kind"], namespace, name)
         return present is not None and present["metadata"]["resourceVersion"] == metadata["resourceVersion"]
 
     async def _optional_children(self, deployment: InferenceDeployment) -> Mapping[str, tuple[Manifest, ...]]:
-        """The children of a resource of kinds that can be done without, as they were at most a minute ago; right after
-        one of them was written, as they are."""
+        """Return the children of optional kinds, at most a minute old; read again after one of them was written."""
         now = time.monotonic()
         read_at, known = self._optional.get(deployment.uid, (now, None))
         if known is None or now - read_at > OPTIONAL_FRESH_SECONDS:
             found = [(kind, await self._optional_of(kind, deployment)) for kind in OPTIONAL]
             known = {kind: children for kind, children in found if children is not None}
-            stale = now - 2 * OPTIONAL_FRESH_SECONDS  # of resources that are gone
+            stale = now - 2 * OPTIONAL_FRESH_SECONDS  # entries of deleted resources
             self._optional = {uid: seen for uid, seen in self._optional.items() if seen[0] > stale}
             self._optional[deployment.uid] = now, known
         return known
 
     async def _optional_of(self, kind: str, deployment: InferenceDeployment) -> tuple[Manifest, ...] | None:
-        """None where the cluster does not serve the kind, or the operator has no right to it."""
+        """Return the children of one optional kind. None if the cluster does not serve it or the permission is
+        missing.
+        """
         if not await self.serves(kind):
             return None
         try:
@@ -383,22 +410,22 @@ class Cluster:
         except API_ERRORS as error:
             if not is_forbidden(error) and getattr(error, "status", None) != NOT_FOUND:
                 raise
-            self._do_without(kind, missing_right(error))
+            self._disable_optional_kind(kind, missing_permission(error))
             return None
-        return owned(found, deployment.uid)
+        return filter_owned(found, deployment.uid)
 
-    def _do_without(self, kind: str, right: Right | None) -> None:
-        """Make none of a kind for some minutes: engines run without it."""
+    def _disable_optional_kind(self, kind: str, permission: MissingPermission | None) -> None:
+        """Create no objects of a kind for some minutes: engines run without them."""
         self._served[kind] = time.monotonic(), False
-        logger.warning("no %s is made: the operator has no right to %s", kind, right)
+        logger.warning("no %s is created: the operator has no permission to %s", kind, permission)
 
-    def _is_done_without(self, kind: str) -> bool:
-        """Whether none of a kind is made for now: there was no right to."""
+    def _is_disabled(self, kind: str) -> bool:
+        """Return True if a kind is disabled for now because of a missing permission."""
         asked_at, is_served = self._served.get(kind, (0.0, True))
         return not is_served and time.monotonic() - asked_at <= SERVED_FRESH_SECONDS
 
     async def serves(self, kind: str) -> bool:
-        """Whether the API server knows a kind in the version that is used here."""
+        """Return True if the API server serves the kind in the version used here."""
         now = time.monotonic()
         asked_at, is_served = self._served.get(kind, (now, None))
         if is_served is None or now - asked_at > SERVED_FRESH_SECONDS:
@@ -421,7 +448,9 @@ class Cluster:
     async def _read_rendezvous_secret(
         self, deployment: InferenceDeployment, stateful_sets: Iterable[Manifest]
     ) -> tuple[Manifest, ...]:
-        """The Secret of a resource whose replicas span pods, or did; by its name, as Secrets are never listed."""
+        """Return the rendezvous Secret of a resource whose replicas span pods, or did. It is read by name, because
+        Secrets are never listed.
+        """
         if layout_of(deployment.spec).pods == 1 and not any(map(is_worker, stateful_sets)):
             return ()
         found = await self.get("Secret", deployment.namespace, rendezvous_secret_name(deployment))
@@ -430,21 +459,20 @@ class Cluster:
     async def _cached_rendezvous_secret(
         self, deployment: InferenceDeployment, stateful_sets: Iterable[Manifest]
     ) -> tuple[Manifest, ...]:
-        """The same as it was at most a minute ago, and not before it was last written here."""
+        """Return the rendezvous Secret, at most a minute old; read again after this process wrote it."""
         now = time.monotonic()
         read_at, known = self._rendezvous_secrets.get(deployment.uid, (now, None))
         if known is None or now - read_at > RENDEZVOUS_SECRET_TTL_SECONDS:
             known = await self._read_rendezvous_secret(deployment, stateful_sets)
-            if known:  # one that is not there is looked for each time
+            if known:  # a missing Secret is read each time
                 self._rendezvous_secrets[deployment.uid] = now, known
         return known
 
     async def event(
         self, deployment: InferenceDeployment, *, kind: str, reason: str, message: str, now: datetime, key: str = ""
     ) -> None:
-        """Record a core/v1 Event (every Kubernetes serves it). The same one again raises its count instead.
-
-        `kind` is Normal or Warning; `key` tells events apart whose text is equal.
+        """Emit a core/v1 Event (served by every Kubernetes version). A repeated Event increases its count. `kind` is
+        Normal or Warning; `key` distinguishes events with equal text.
         """
         digest = hashlib.sha256(f"{deployment.uid}|{kind}|{reason}|{message}|{key}".encode()).hexdigest()[:16]
         name = f"{deployment.name}.{digest}"
@@ -456,8 +484,10 @@ class Cluster:
             body = {"count": count, "lastTimestamp": timestamp(now)}
             await self.patch("Event", deployment.namespace, name, body)
 
-    async def secret(self, namespace: str, name: str, fresh: Mapping[str, bytes]) -> dict[str, bytes]:
-        """The data of a Secret, created with `fresh` when there is none. Two creators end up with the same data."""
+    async def get_or_create_secret(self, namespace: str, name: str, fresh: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return the data of a Secret, created with `fresh` if it does not exist. Concurrent creators get the same
+        data.
+        """
         manifest = {
             "apiVersion": "v1",
             "kind": "Secret",
@@ -477,7 +507,7 @@ class Cluster:
     async def replace_secret(
         self, namespace: str, name: str, before: Mapping[str, bytes], after: Mapping[str, bytes]
     ) -> bool:
-        """Replace all data of a Secret that exists, if it is still what it was `before`; whether it was."""
+        """Replace all data of an existing Secret if it still equals `before`. Return True if it was replaced."""
         is_as_before = {"op": "test", "path": "/data", "value": _encoded(before)}
         body = [*([is_as_before] if before else []), {"op": "add", "path": "/data", "value": _encoded(after)}]
         try:
@@ -496,11 +526,11 @@ class Cluster:
         parts += ["namespaces", namespace] if namespaced and namespace else []
         return "/".join([*parts, plural, *([name] if name else [])])
 
-    def _wrote(self, body: Manifest, owner: InferenceDeployment, answer: Manifest) -> None:
-        """Let the cache know what is still to be heard of."""
+    def _record_write(self, body: Manifest, owner: InferenceDeployment, answer: Manifest) -> None:
+        """Record the write in the cache."""
         kind = str(body["kind"])
         if self.cache is not None and kind != "Secret" and "metadata" in answer:
-            self.cache.wrote(kind, (owner.namespace, owner.name), answer)
+            self.cache.record_write(kind, (owner.namespace, owner.name), answer)
 
     async def _apply(self, manifest: Manifest, manager: str, *, subresource: str = "") -> dict[str, Any]:
         metadata = manifest["metadata"]
@@ -513,24 +543,29 @@ class Cluster:
         )
 
     async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        """Make one request. Those of a thousand loops wait for each other here, and the Lease for none of them: else a
-        burst of work would cost the right to do it."""
+        """Send a request. The calls of all loops share a concurrency limit, but Lease calls do not wait for it: a
+        burst of work must not cost the leadership.
+        """
         if path.startswith(LEASES):
-            return await self._answer(method, path, **options)
+            return await self._send(method, path, **options)
         async with self._gate:
-            return await self._answer(method, path, **options)
+            return await self._send(method, path, **options)
 
-    def _must_be_ours_to_write(self) -> None:
-        """Raise NotLeading once writing is another process's: what was decided may have waited here, or read first."""
+    def _require_leadership(self) -> None:
+        """Check the leadership before a write: it may have waited in this queue, or for a read.
+
+        Raises:
+            NotLeading: Another process may hold the Lease.
+        """
         if not self.may_write():
-            raise NotLeading("the Lease has ended; another process acts now")
+            raise NotLeading("the Lease expired; another process may lead now")
 
-    async def _answer(
+    async def _send(
         self,
         method: str,
         path: str,
         *,
-        query: Mapping[str, str | None] = NOTHING_ASKED,
+        query: Mapping[str, str | None] = NO_QUERY,
         body: Any = None,
         content_type: str = JSON,
     ) -> dict[str, Any]:
@@ -538,58 +573,60 @@ class Cluster:
         response = await self._api.request(
             method,
             path,
-            query=_named(query),
+            query=_without_none(query),
             body=body,
             content_type=content_type,
             timeout=REQUEST_TIMEOUT,
-            check=None if method == "get" else self._must_be_ours_to_write,
+            check=None if method == "get" else self._require_leadership,
         )
-        answer: dict[str, Any] = read(await response.read())
+        answer: dict[str, Any] = parse_json(await response.read())
         return answer
 
 
-def _named(query: Mapping[str, str | None]) -> dict[str, str]:
-    """What of a query says something."""
+def _without_none(query: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the query parameters that have a value."""
     return {name: value for name, value in query.items() if value is not None}
 
 
 async def _events(response: Any) -> AsyncIterator[dict[str, Any]]:
-    """The lines of a watch; a line may be longer than any buffer."""
+    """Yield the lines of a watch as events. A line may exceed any buffer."""
     rest = b""
     async for chunk in response.content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
-            yield read(line)
+            yield parse_json(line)
 
 
-def _observed(
+def _build_children(
     deployment: InferenceDeployment,
     lists: Mapping[str, Sequence[Manifest]],
     secrets: Iterable[Manifest],
     optional: Mapping[str, tuple[Manifest, ...]],
 ) -> ObservedChildren:
-    """What of these objects belongs to a resource: labels are anybody's, ownership is not."""
-    stateful_sets, jobs = owned(lists["StatefulSet"], deployment.uid), owned(lists["Job"], deployment.uid)
+    """Select the objects that the resource owns. Anyone can set labels, but not ownership."""
+    stateful_sets, jobs = filter_owned(lists["StatefulSet"], deployment.uid), filter_owned(lists["Job"], deployment.uid)
     makers = {m["metadata"]["name"]: str(m["metadata"]["uid"]) for m in (*stateful_sets, *jobs)}
     return ObservedChildren(
-        services=owned(lists["Service"], deployment.uid),
+        services=filter_owned(lists["Service"], deployment.uid),
         stateful_sets=stateful_sets,
-        config_maps=owned(lists["ConfigMap"], deployment.uid),
+        config_maps=filter_owned(lists["ConfigMap"], deployment.uid),
         pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name, makers)),
         jobs=jobs,
-        accounts=owned(lists["ServiceAccount"], deployment.uid),
-        secrets=owned(secrets, deployment.uid),
+        accounts=filter_owned(lists["ServiceAccount"], deployment.uid),
+        secrets=filter_owned(secrets, deployment.uid),
         optional=optional,
     )
 
 
 def _untyped(function: Any) -> Any:
-    """The client library has no annotations; what it returns is checked where it enters."""
+    """Return the function as Any: the client library has no annotations, and results are checked where they enter."""
     return function
 
 
 def owner_reference(owner: InferenceDeployment) -> dict[str, Any]:
-    """Makes a child go with its owner. It does not block the owner's deletion: that would need more rights."""
+    """Return an owner reference, so that the child is deleted with its owner. It does not block the owner's
+    deletion, which would need more permissions.
+    """
     return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
@@ -606,13 +643,13 @@ def is_owned(manifest: Manifest, uid: str) -> bool:
 
 
 def _is_labelled(manifest: Manifest, owner: InferenceDeployment) -> bool:
-    """Whether watches tell of a child of this owner, so that it is seen sooner or later. Labels may be lost."""
+    """Return True if the watches report this child of the owner. Its labels may have been removed."""
     labels = manifest["metadata"].get("labels") or {}
     return bool(labels.get(DEPLOYMENT_LABEL) == owner.name and labels.get("app.kubernetes.io/managed-by") == MANAGED_BY)
 
 
-def is_of_a_former_namesake(manifest: Manifest, owner: InferenceDeployment) -> bool:
-    """Whether a child belongs to a resource of the same name that was deleted: it goes with that one."""
+def belongs_to_deleted_owner(manifest: Manifest, owner: InferenceDeployment) -> bool:
+    """Return True if the object belongs to a deleted resource of the same name and is deleted with it."""
     references = manifest["metadata"].get("ownerReferences") or []
     return any(
         (reference.get("kind"), reference.get("name")) == (KIND, owner.name) and reference.get("uid") != owner.uid
@@ -621,16 +658,17 @@ def is_of_a_former_namesake(manifest: Manifest, owner: InferenceDeployment) -> b
     )
 
 
-def _of_version(manifest: Manifest, version: str | None) -> Manifest:
-    """A manifest that is applied to an object of this version alone; None: to whatever there is."""
+def _with_resource_version(manifest: Manifest, version: str | None) -> Manifest:
+    """Return the manifest with this resourceVersion as a precondition. None means no precondition."""
     if version is None:
         return manifest
     return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": version}}
 
 
-def _speaks_of(error: NotFoundError, name: str) -> bool:
-    """Whether a 404 says that the object is not there. An API server that does not serve the kind yet, as it starts,
-    answers 404 as well, in other words."""
+def _names_object(error: NotFoundError, name: str) -> bool:
+    """Return True if a 404 response is about this object. An API server that does not serve the kind yet also
+    returns 404, with another body.
+    """
     try:
         said = json.loads(error.body or "")
         return bool(said["reason"] == "NotFound" and said["details"]["name"] == name)
@@ -638,9 +676,10 @@ def _speaks_of(error: NotFoundError, name: str) -> bool:
         return False
 
 
-def _refusing_budgets(error: BaseException) -> tuple[str, ...] | None:
-    """What an API server that evicts nobody now says of the budgets that forbid it: none where it is only busy. None:
-    it refused for another reason."""
+def _blocking_budgets(error: BaseException) -> tuple[str, ...] | None:
+    """Return the messages of the PodDisruptionBudgets that block an eviction, empty if the API server is only busy.
+    None for another error.
+    """
     if getattr(error, "status", None) != TOO_MANY:
         return None
     try:
@@ -651,10 +690,10 @@ def _refusing_budgets(error: BaseException) -> tuple[str, ...] | None:
 
 
 def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, str]) -> bool:
-    """Whether a pod was made for one of the resource's StatefulSets or its Job.
+    """Return True if a pod was created for one of the resource's StatefulSets or its Job.
 
-    Labels are anybody's, and so is the name of an owner; the leader of a group is sent the admin token. `makers` are
-    the uids of those that there are, by name. One that is gone by now may leave a pod that still drains.
+    Anyone can set labels and owner names, and the leader of a group is sent the admin token, so the uid is checked.
+    `makers` maps the names of the existing workloads to their uids. A deleted workload may leave a draining pod.
     """
     for reference in pod["metadata"].get("ownerReferences") or []:
         kind, owner = reference.get("kind"), str(reference.get("name"))
@@ -664,7 +703,7 @@ def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, str]) -> bool:
     return False
 
 
-def owned(manifests: Iterable[Manifest], uid: str) -> tuple[Manifest, ...]:
+def filter_owned(manifests: Iterable[Manifest], uid: str) -> tuple[Manifest, ...]:
     return tuple(manifest for manifest in manifests if is_owned(manifest, uid))
 
 

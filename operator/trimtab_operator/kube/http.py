@@ -1,8 +1,8 @@
-"""Requests to the API server over aiohttp, as the Kubernetes client library is configured.
+"""Requests to the API server over aiohttp, with the configuration of the Kubernetes client library.
 
-The library finds credentials and renews them; it is not asked for the requests themselves. Its own way looks for
-proxies and for a netrc file at each request, in a thread, and copies each body: of an operator's processor time at a
-burst of edits that was a third. What answers is told in the library's errors.
+The library only provides and renews credentials. Its own request code looks for proxies and for a netrc file at each
+request, in a thread, and copies each body, which took a third of the operator's CPU time during a burst of edits.
+Errors are raised as the library's exceptions.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import api_exception
 from pydantic_core import from_json, to_json
 
-MAX_CONNECTIONS = 100  # as many as the library has
+MAX_CONNECTIONS = 100  # the library's default
 BUFFER_BYTES = 2**21  # a line of a watch may be long
 JSON = "application/json"
 
 
 class ApiHttp:
-    """One pool of connections to one API server. Use it as an async context manager."""
+    """Connection pool of one API server, as an async context manager."""
 
     def __init__(self, configuration: Any) -> None:
         self._configuration = configuration  # the client library is untyped
         self._host = str(configuration.host).rstrip("/")
         self._session: aiohttp.ClientSession | None = None
-        self._of_every_request: dict[str, Any] = {}
+        self._request_options: dict[str, Any] = {}
 
     async def __aenter__(self) -> ApiHttp:
         rest: Any = kubernetes.aio.client.rest.RESTClientObject(self._configuration)  # reads certificates
@@ -41,14 +41,14 @@ class ApiHttp:
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=BUFFER_BYTES,
-            trust_env=rest.proxy is None and is_behind_a_proxy(self._host),
+            trust_env=rest.proxy is None and uses_proxy(self._host),
         )
         named = {
             "server_hostname": self._configuration.tls_server_name,
             "proxy": rest.proxy,
             "proxy_headers": rest.proxy_headers,
         }
-        self._of_every_request = {name: value for name, value in named.items() if value}
+        self._request_options = {name: value for name, value in named.items() if value}
         return self
 
     async def __aexit__(
@@ -68,8 +68,12 @@ class ApiHttp:
         timeout: aiohttp.ClientTimeout,
         check: Callable[[], None] | None = None,
     ) -> aiohttp.ClientResponse:
-        """Make one request; an answer that says yes, to be read. Raises DynamicApiError for any other, and what `check`
-        raises once nothing is waited for any more but the connection."""
+        """Send a request and return the successful response with an unread body. `check` runs just before the request
+        is sent.
+
+        Raises:
+            DynamicApiError: The status is not 2xx.
+        """
         assert self._session is not None
         headers = {"Accept": JSON, "Content-Type": content_type, **await self._credentials()}
         if check is not None:
@@ -78,10 +82,10 @@ class ApiHttp:
             method,
             self._host + path,
             params=query,
-            data=None if body is None else written(body),
+            data=None if body is None else to_json_bytes(body),
             headers=headers,
             timeout=timeout,
-            **self._of_every_request,
+            **self._request_options,
         )
         if 200 <= response.status <= 299:
             return response
@@ -92,30 +96,37 @@ class ApiHttp:
         raise refused(said)
 
     async def _credentials(self) -> dict[str, str]:
-        """The headers that say who asks, renewed by the library where they are about to end."""
+        """Return the authentication headers. The library renews them before they expire."""
         settings: Iterable[Mapping[str, Any]] = (await self._configuration.auth_settings()).values()
         return {str(one["key"]): str(one["value"]) for one in settings if one["in"] == "header" and one["value"]}
 
 
-def read(text: bytes) -> Any:
-    """JSON as the API server writes it: five times as fast as the standard library, which reads what this cannot, such
-    as objects that are nested hundreds deep. Raises ValueError."""
+def parse_json(text: bytes) -> Any:
+    """Parse JSON from the API server, five times as fast as the standard library.
+
+    The standard library is the fallback for objects nested hundreds of levels deep.
+
+    Raises:
+        ValueError: The text is not JSON.
+    """
     try:
         return from_json(text)
     except ValueError:
         return json.loads(text)
 
 
-def written(body: Any) -> bytes:
-    """JSON for the API server. The standard library writes what is no text by itself: half of a surrogate pair."""
+def to_json_bytes(body: Any) -> bytes:
+    """Return JSON for the API server. The standard library is the fallback for invalid text, such as an unpaired
+    surrogate.
+    """
     try:
         return to_json(body)
     except ValueError:
         return json.dumps(body).encode()
 
 
-def is_behind_a_proxy(host: str) -> bool:
-    """Whether the environment names a proxy for an address."""
+def uses_proxy(host: str) -> bool:
+    """Return True if the environment configures a proxy for an address."""
     parts = urlsplit(host)
     proxies = urllib.request.getproxies()
     is_named = bool(proxies.get(parts.scheme) or proxies.get("all"))

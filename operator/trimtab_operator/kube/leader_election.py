@@ -1,8 +1,9 @@
-"""Leader by Lease: one operator works, others stand by. Why our own: ADR-0004.
+"""Leader election by Lease: one operator reconciles, the others are on standby. ADR-0004 explains why this is not a
+library.
 
-A holder that cannot renew in time must stop before anybody else may start. It counts RENEW_SECONDS from the moment at
-which it *began* its last renewal that succeeded; others take over LEASE_SECONDS after they saw that renewal, which is
-later, by their own clock. `is_held` says at any moment whether writing is allowed.
+A holder that cannot renew in time must stop before another candidate may start. It counts RENEW_SECONDS from the moment
+at which its last successful renewal *began*. Other candidates take over LEASE_SECONDS after they observed that renewal,
+by their own clock, which is later. `is_held` is True while writing is allowed.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from trimtab_operator.kube.client import API_ERRORS, Cluster
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 15  # as kube-controller-manager: how long a dead leader keeps others waiting
-RENEW_SECONDS = 10.0  # a leader that has not renewed for so long stops
+LEASE_SECONDS = 15  # as in kube-controller-manager: takeover time after a crash
+RENEW_SECONDS = 10.0  # a leader without a renewal for this long stops
 RETRY_SECONDS = 2.0  # between attempts
-ATTEMPT_SECONDS = 5.0  # for one: a leader has time for a second
-PAST_THE_END_SECONDS = 0.05  # a Lease is taken once its time is over, not when it is
+ATTEMPT_TIMEOUT_SECONDS = 5.0  # per attempt: leaves time for a second one
+EXPIRY_MARGIN_SECONDS = 0.05  # a Lease may be taken only after its end
 CONNECTION_ERRORS = (*API_ERRORS, aiohttp.ClientError, OSError, TimeoutError)
 
 
 @dataclass(slots=True)
-class Sighting:
-    """The Lease as it was last seen changing, by our monotonic clock: others' clocks may be wrong."""
+class ObservedLease:
+    """Lease at its last observed change, by the local monotonic clock: other clocks may be wrong."""
 
     version: str = ""
     at: float = 0.0
     seconds: float = LEASE_SECONDS
-    """How long it counts from then on."""
+    """Duration of the Lease, counted from `at`."""
 
     def is_expired(self, lease: Mapping[str, Any], *, now: float) -> bool:
-        """Whether the holder has given up or has not renewed for the duration that the Lease states."""
+        """Return True if the holder released the Lease or has not renewed it for the duration in the Lease."""
         version = str(lease["metadata"].get("resourceVersion", ""))
         if version != self.version:
             self.version, self.at = version, now
@@ -48,14 +49,16 @@ class Sighting:
         self.seconds = float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
         return not spec.get("holderIdentity") or now - self.at > self.seconds
 
-    def pause(self, *, now: float) -> float:
-        """How long to wait until it is worth looking again: to the moment at which it may be ours, if that is near."""
+    def retry_delay(self, *, now: float) -> float:
+        """Return the seconds until the next attempt: until the Lease expires if that is soon."""
         left = self.at + self.seconds - now
-        return min(RETRY_SECONDS, left + PAST_THE_END_SECONDS) if left > 0 else RETRY_SECONDS
+        return min(RETRY_SECONDS, left + EXPIRY_MARGIN_SECONDS) if left > 0 else RETRY_SECONDS
 
 
 class LeaderLease:
-    """Acquire, keep and give back one Lease. Who leads renews it only while it `may_renew`: while it does its work."""
+    """Lease to acquire, renew and release. It is renewed only while `may_renew` returns True, which is while the
+    leader makes progress.
+    """
 
     def __init__(
         self,
@@ -71,60 +74,65 @@ class LeaderLease:
         self._name = name
         self._identity = identity
         self._may_renew = may_renew
-        self._sighting = Sighting()
+        self._observed_lease = ObservedLease()
         self._held_until = 0.0
-        self._renewed: Mapping[str, Any] | None = None
-        """The Lease as we wrote it last; None where somebody may have written it since."""
+        self._last_written: Mapping[str, Any] | None = None
+        """The Lease as last written by this process. None if another process may have written it since."""
 
     @property
     def is_held(self) -> bool:
-        """Whether we lead now. A process that was stopped for long is told so at once: its clock went on."""
+        """Return True if this process leads. A process that was suspended sees the loss at once, because its clock
+        went on.
+        """
         return _now() < self._held_until
 
     async def acquire(self) -> None:
-        """Return once we hold the Lease. Trouble with the API server is waited out."""
+        """Return when the Lease is held. API server errors are retried."""
         waiting_for = ""
         while True:
             try:
-                async with asyncio.timeout(ATTEMPT_SECONDS):
-                    holder = await self.attempt()
+                async with asyncio.timeout(ATTEMPT_TIMEOUT_SECONDS):
+                    holder = await self.try_acquire()
             except CONNECTION_ERRORS as error:
                 holder = f"the API server ({error})"
             if self.is_held:
                 return
             if holder != waiting_for:
-                logger.info("standing by", extra={"leader": holder})
+                logger.info("waiting for the Lease", extra={"leader": holder})
                 waiting_for = holder
-            await asyncio.sleep(self._sighting.pause(now=_now()))
+            await asyncio.sleep(self._observed_lease.retry_delay(now=_now()))
 
-    async def keep(self) -> None:
-        """Renew until that fails for too long or somebody else holds the Lease; then return: stop working at once."""
+    async def renew_until_lost(self) -> None:
+        """Renew until that fails for RENEW_SECONDS or another process holds the Lease. The caller must then stop at
+        once.
+        """
         while self.is_held:
             try:
                 async with asyncio.timeout_at(self._held_until):
                     await asyncio.sleep(RETRY_SECONDS)
                     if not self._may_renew():
-                        logger.warning("the Lease is not renewed: what it is held for stands still")
+                        logger.warning("the Lease is not renewed: the reconcile loops are blocked")
                         continue
-                    async with asyncio.timeout(ATTEMPT_SECONDS):
-                        holder = await self.attempt()
+                    async with asyncio.timeout(ATTEMPT_TIMEOUT_SECONDS):
+                        holder = await self.try_acquire()
             except CONNECTION_ERRORS as error:
                 logger.warning("the Lease could not be renewed", extra={"error": str(error) or "timeout"})
                 continue
             if holder != self._identity:
-                logger.error("the Lease was taken", extra={"leader": holder})
+                logger.error("the Lease was taken by another process", extra={"leader": holder})
                 self._held_until = 0.0
 
-    async def attempt(self) -> str:
-        """Try once to hold or renew; the holder's identity, which may be ours. What we wrote last is written again
-        without reading it: whoever wrote since makes that a conflict."""
+    async def try_acquire(self) -> str:
+        """Try once to acquire or renew. Return the holder's identity. A renewal writes the last known Lease without
+        a read: a concurrent write makes it a conflict.
+        """
         began = _now()
-        known, self._renewed = self._renewed, None
+        known, self._last_written = self._last_written, None
         if known is not None:
             with suppress(ConflictError, NotFoundError):
                 return await self._write(known, began)
         lease = await self._cluster.get("Lease", self._namespace, self._name)
-        if lease is not None and not self._is_ours(lease) and not self._sighting.is_expired(lease, now=_now()):
+        if lease is not None and not self._is_ours(lease) and not self._observed_lease.is_expired(lease, now=_now()):
             return str(lease["spec"]["holderIdentity"])
         try:
             return await self._write(lease, began)
@@ -132,18 +140,22 @@ class LeaderLease:
             return "another candidate"
 
     async def _write(self, before: Mapping[str, Any] | None, began: float) -> str:
-        """Make the Lease ours from now on, if it still is as it was known before; our identity. Raises ConflictError,
-        and NotFoundError where it is gone by now."""
+        """Write the Lease with this process as holder if it is unchanged. Return this process's identity.
+
+        Raises:
+            ConflictError: Another process wrote it.
+            NotFoundError: It was deleted.
+        """
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         if before is None:
-            self._renewed = await self._cluster.create(self._body(now, acquired=now, transitions=0))
+            self._last_written = await self._cluster.create(self._body(now, acquired=now, transitions=0))
         else:
             spec, is_ours = before.get("spec") or {}, self._is_ours(before)
             acquired = spec.get("acquireTime") or now if is_ours else now
             transitions = int(spec.get("leaseTransitions") or 0) + (not is_ours)
             body = self._body(now, acquired=acquired, transitions=transitions)
             body["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
-            self._renewed = await self._cluster.replace(body)
+            self._last_written = await self._cluster.replace(body)
         self._held_until = began + RENEW_SECONDS
         return self._identity
 
@@ -151,19 +163,19 @@ class LeaderLease:
         return bool((lease.get("spec") or {}).get("holderIdentity") == self._identity)
 
     async def release(self) -> None:
-        """Give the Lease back, so that the next one need not wait. Best effort: it expires anyway."""
-        self._held_until, self._renewed = 0.0, None
+        """Release the Lease, so that the next leader need not wait. Best effort: it expires anyway."""
+        self._held_until, self._last_written = 0.0, None
         try:
-            async with asyncio.timeout(ATTEMPT_SECONDS):
+            async with asyncio.timeout(ATTEMPT_TIMEOUT_SECONDS):
                 try:
-                    await self._give_back()
-                except ConflictError:  # a renewal that was given up came in between
-                    await self._give_back()
+                    await self._clear_holder()
+                except ConflictError:  # a cancelled renewal was written in between
+                    await self._clear_holder()
         except CONNECTION_ERRORS as error:
-            logger.warning("the Lease could not be given back", extra={"error": str(error) or "timeout"})
+            logger.warning("the Lease could not be released", extra={"error": str(error) or "timeout"})
 
-    async def _give_back(self) -> None:
-        """Let nobody hold the Lease, if it is ours."""
+    async def _clear_holder(self) -> None:
+        """Clear the holder of the Lease if this process holds it."""
         lease = await self._cluster.get("Lease", self._namespace, self._name)
         if lease is not None and self._is_ours(lease):
             lease["spec"]["holderIdentity"] = ""
@@ -187,5 +199,5 @@ class LeaderLease:
 
 
 def _now() -> float:
-    """The event loop's clock: monotonic, and virtual in tests."""
+    """Return the time of the event loop's clock: monotonic, and virtual in tests."""
     return asyncio.get_running_loop().time()

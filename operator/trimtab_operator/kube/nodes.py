@@ -1,4 +1,4 @@
-"""The cluster's nodes, read once for all who ask at about the same time: in a large cluster they are a long list."""
+"""List of the cluster's nodes, shared by concurrent callers: in a large cluster the list is long."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trimtab_operator.resource.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-FRESH_SECONDS = 60.0  # which GPUs there are seldom changes
+FRESH_SECONDS = 60.0  # GPU capacity seldom changes
 
 
 class Nodes:
-    """The latest list of nodes, read again when it is too old for who asks."""
+    """Cached list of nodes."""
 
     def __init__(self, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
         self._cluster = cluster
@@ -25,12 +25,13 @@ class Nodes:
         self._nodes: tuple[Manifest, ...] | None = ()
         self._reading: asyncio.Task[None] | None = None
 
-    async def present(self, *, fresh_seconds: float = FRESH_SECONDS) -> tuple[Manifest, ...] | None:
-        """All nodes as they were at most `fresh_seconds` ago; None when the operator has no right to see them (it was
-        installed for some namespaces)."""
+    async def list_nodes(self, *, fresh_seconds: float = FRESH_SECONDS) -> tuple[Manifest, ...] | None:
+        """Return all nodes, at most `fresh_seconds` old. None if the operator has no permission to list them
+        (namespaced installation).
+        """
         if self._reading is None and (self._read_at is None or self._clock() - self._read_at >= fresh_seconds):
             self._reading = asyncio.create_task(self._read(), name="nodes")
-        if self._reading is not None:  # it serves all who ask meanwhile, and the next one where they went
+        if self._reading is not None:  # shared by all callers; it completes even if they are cancelled
             await asyncio.shield(self._reading)
         return self._nodes
 
@@ -48,8 +49,9 @@ class Nodes:
         except API_ERRORS as error:
             if not is_forbidden(error):
                 raise
-            if self._nodes is not None:  # said once
+            if self._nodes is not None:  # logged once
                 logger.warning(
-                    "nodes cannot be listed: replicas on lost nodes wait until Kubernetes deletes their pods"
+                    "nodes cannot be listed (no permission): replicas on lost nodes are replaced only after "
+                    "Kubernetes deletes their pods"
                 )
             return None

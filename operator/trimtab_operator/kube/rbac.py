@@ -1,6 +1,6 @@
-"""Which right is missing, in the words of an API server that refuses (403) by RBAC.
+"""Missing permission, parsed from the message of a 403 response by RBAC.
 
-Others refuse with 403 as well: quotas, policies at admission. What they say is not about rights and is left as it is.
+Quotas and admission policies also reject with 403. Their messages are not about permissions and are left as they are.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 from dataclasses import dataclass
 
 FORBIDDEN = 403
-RBAC_WORDS = re.compile(
+RBAC_MESSAGE = re.compile(
     r'cannot (?P<verb>[a-z]+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]+)"| (?P<everywhere>at the cluster scope))?'
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Right:
-    """What was not allowed; no `namespace`: in all of them, or of a kind that has none."""
+class MissingPermission:
+    """Missing permission. `namespace` is None for cluster-wide permissions and cluster-scoped kinds."""
 
     verb: str
     resource: str
@@ -30,16 +30,20 @@ class Right:
         return f"{self.verb} {kind} " + (f"in namespace {self.namespace}" if self.namespace else "in the whole cluster")
 
 
-def missing_right(error: BaseException) -> Right | None:
-    """The right that an answer of the API server names as missing; None where it is about something else."""
+def missing_permission(error: BaseException) -> MissingPermission | None:
+    """Return the permission that a 403 response reports as missing. None for other errors."""
     if getattr(error, "status", None) != FORBIDDEN:
         return None
-    found = RBAC_WORDS.search(server_words(error) or "")
-    return None if found is None else Right(found["verb"], found["resource"], found["group"], found["namespace"])
+    found = RBAC_MESSAGE.search(server_message(error) or "")
+    return (
+        None
+        if found is None
+        else MissingPermission(found["verb"], found["resource"], found["group"], found["namespace"])
+    )
 
 
-def server_words(error: BaseException) -> str | None:
-    """The message in the body of an answer; None where there is none."""
+def server_message(error: BaseException) -> str | None:
+    """Return the message in the response body of an error. None if there is none."""
     body = getattr(error, "body", None)
     try:
         said = json.loads(body) if isinstance(body, str | bytes) else None

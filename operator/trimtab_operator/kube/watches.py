@@ -1,7 +1,8 @@
-"""The watches that feed the cache: list a kind, then be told of every change, and notice when nobody tells any more.
+"""Watches that feed the informer cache: list a kind, follow its changes, and detect a dead connection.
 
-A watch is ended by the API server after WATCH_SECONDS, and by us a little later: one that died without a word costs at
-most that. It goes on where the last one ended; where the API server has forgotten that, the kind is listed again.
+The API server ends a watch after WATCH_SECONDS, and the client ends it a little later, which bounds the time lost on a
+dead connection. The next watch continues at the last version. If the API server no longer has that version, the kind is
+listed again.
 """
 
 from __future__ import annotations
@@ -13,42 +14,44 @@ from contextlib import suppress
 
 from trimtab_operator.builders.labels import MANAGED_BY
 from trimtab_operator.kube.client import OPTIONAL, Cluster, is_forbidden
-from trimtab_operator.kube.informer_cache import Cache, Heard, Rings, Store, version_of
+from trimtab_operator.kube.informer_cache import Cache, Enqueue, Store, SyncState, version_of
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
 from trimtab_operator.resource.spec import KIND
 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 50  # an integer: the API server parses nothing else
-PATIENCE_SECONDS = 60.0  # a watch that is not ended by then is ended here
-AGAIN_SECONDS = 300.0  # a kind that is installed later, or a right that is given, is found within minutes
-PAUSES_SECONDS = (0.5, 1.0, 2.0, 5.0)  # between attempts that fail
-FIRST_SECONDS = 20.0  # for the first lists, before the loops begin
-FIRST_POLL_SECONDS = 0.05
+WATCH_CLIENT_TIMEOUT_SECONDS = 60.0  # a longer watch has a dead connection
+UNSERVED_RETRY_SECONDS = 300.0  # until a new CRD or permission is noticed
+BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0)  # between failing attempts
+FIRST_SYNC_TIMEOUT_SECONDS = 20.0  # for the initial lists, before the loops start
+FIRST_SYNC_POLL_SECONDS = 0.05
 REQUIRED = (KIND, "StatefulSet", "Pod", "Service", "ConfigMap", "Job", "ServiceAccount")
-OURS = f"app.kubernetes.io/managed-by={MANAGED_BY}"
+MANAGED_SELECTOR = f"app.kubernetes.io/managed-by={MANAGED_BY}"
 
 
 class Expired(Exception):
-    """The API server does not know any more what came after a version."""
+    """The API server no longer has the changes after a version (410 Gone)."""
 
 
-def new_cache(namespaces: Iterable[str], rings: Rings) -> Cache:
-    """A cache of all kinds that looks read, in these namespaces, or in all where none is named."""
+def build_cache(namespaces: Iterable[str], enqueue: Enqueue) -> Cache:
+    """Return a cache of all observed kinds in these namespaces, or in all namespaces if none is given."""
     scopes = tuple(namespaces) or (None,)
-    return Cache((Store(kind, namespace) for kind in (*REQUIRED, *OPTIONAL) for namespace in scopes), rings)
+    return Cache((Store(kind, namespace) for kind in (*REQUIRED, *OPTIONAL) for namespace in scopes), enqueue)
 
 
-async def first_heard(cache: Cache) -> None:
-    """Wait until every kind was listed or cannot be; after a while without: looks ask for what is not known."""
+async def wait_for_first_sync(cache: Cache) -> None:
+    """Wait until every kind was listed or cannot be listed. After a timeout the observer reads missing kinds from
+    the API server.
+    """
     with suppress(TimeoutError):
-        async with asyncio.timeout(FIRST_SECONDS):
-            while any(store.heard is Heard.NOT_YET for store in _followed(cache)):  # noqa: ASYNC110 - once, at the start
-                await asyncio.sleep(FIRST_POLL_SECONDS)
+        async with asyncio.timeout(FIRST_SYNC_TIMEOUT_SECONDS):
+            while any(store.sync_state is SyncState.NOT_SYNCED for store in _followed(cache)):  # noqa: ASYNC110 - once, at the start
+                await asyncio.sleep(FIRST_SYNC_POLL_SECONDS)
 
 
-async def keep(cluster: Cluster, cache: Cache) -> None:
-    """Feed the cache for as long as this runs."""
+async def run_watches(cluster: Cluster, cache: Cache) -> None:
+    """Feed the cache until cancelled."""
     await asyncio.gather(*(_follow(cluster, cache, store) for store in _followed(cache)))
 
 
@@ -58,13 +61,13 @@ def _followed(cache: Cache) -> tuple[Store, ...]:
 
 
 async def _follow(cluster: Cluster, cache: Cache, store: Store) -> None:
-    """Keep one kind known, whatever happens."""
+    """Keep one kind synced until cancelled, whatever error occurs."""
     failures, version = 0, None
     while True:
         try:
             if store.kind in OPTIONAL and not await cluster.serves(store.kind):
-                cache.not_served(store)
-                await asyncio.sleep(AGAIN_SECONDS)
+                cache.mark_not_served(store)
+                await asyncio.sleep(UNSERVED_RETRY_SECONDS)
                 continue
             if version is None:
                 version = await _list(cluster, cache, store)
@@ -76,45 +79,51 @@ async def _follow(cluster: Cluster, cache: Cache, store: Store) -> None:
             continue
         except (*CONNECTION_ERRORS, ValueError, KeyError) as error:
             if is_forbidden(error):
-                cache.not_served(store)
-                logger.warning("%s cannot be watched, and is read at each look: %s", store.kind, error)
-                await asyncio.sleep(AGAIN_SECONDS)
+                cache.mark_not_served(store)
+                logger.warning("%s cannot be watched and is read at each reconcile: %s", store.kind, error)
+                await asyncio.sleep(UNSERVED_RETRY_SECONDS)
                 version = None
                 continue
             logger.warning("a watch failed", extra={"kind": store.kind, "error": str(error) or type(error).__name__})
-            if getattr(error, "status", None) is not None:  # the API server answered, and not as was hoped
+            if getattr(error, "status", None) is not None:  # the API server responded with an error
                 version = None
-        except Exception:  # whatever is wrong with one kind must not end the watches of all
+        except Exception:  # an error in one kind must not end the watches of the others
             version = None
             logger.exception("a watch failed", extra={"kind": store.kind})
-        await asyncio.sleep(PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS) - 1)])
+        await asyncio.sleep(BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)])
         failures += 1
 
 
 async def _list(cluster: Cluster, cache: Cache, store: Store) -> str:
-    items, version = await cluster.list_at(store.kind, store.namespace, selector=OURS)
-    cache.listed(store, items, int(version) if version.isdecimal() else None)
+    items, version = await cluster.list_at(store.kind, store.namespace, selector=MANAGED_SELECTOR)
+    cache.replace_all(store, items, int(version) if version.isdecimal() else None)
     return version
 
 
 async def _watch(cluster: Cluster, cache: Cache, store: Store, version: str) -> str:
-    """Hear what comes after a version, for a while; the version up to which it was told. Raises Expired."""
-    assert store.heard is Heard.LISTED
-    asked = cluster.watching(store.kind, store.namespace, selector=OURS, version=version, seconds=WATCH_SECONDS)
+    """Watch for changes after a version, for WATCH_SECONDS. Return the version it got to.
+
+    Raises:
+        Expired: The kind must be listed again.
+    """
+    assert store.sync_state is SyncState.SYNCED
+    watch = cluster.watch(
+        store.kind, store.namespace, selector=MANAGED_SELECTOR, version=version, seconds=WATCH_SECONDS
+    )
     try:
-        async with asyncio.timeout(PATIENCE_SECONDS), asked as events:
-            cache.alive(store)
+        async with asyncio.timeout(WATCH_CLIENT_TIMEOUT_SECONDS), watch as events:
+            cache.mark_alive(store)
             async for event in events:
                 kind, manifest = event["type"], event["object"]
                 if kind == "ERROR":
                     raise Expired(str(manifest.get("message", "")))
                 version = str(manifest["metadata"]["resourceVersion"])
                 if kind == "BOOKMARK":
-                    cache.alive(store, version_of(manifest))
+                    cache.mark_alive(store, version_of(manifest))
                 else:
-                    cache.changed(store, kind, manifest)
+                    cache.apply_event(store, kind, manifest)
     except TimeoutError:
-        logger.warning("a watch fell silent, and is begun anew", extra={"kind": store.kind})
+        logger.warning("a watch timed out and is restarted", extra={"kind": store.kind})
         return version
-    cache.alive(store)  # it was ended as agreed
+    cache.mark_alive(store)  # the API server ended it regularly
     return version

@@ -1,6 +1,6 @@
-"""Serves the validating webhook over TLS and keeps its certificates: Secret, server, caBundle.
+"""Validating webhook over TLS, and its certificates: Secret, server, caBundle.
 
-The verdicts are those of planning/admission.py.
+The rules are in planning/admission.py.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 
 logger = logging.getLogger(__name__)
 
-MAX_REVIEW_BYTES = 4 << 20  # etcd holds objects of 1.5 MiB; a review carries the new and the old one
-LOOK_SECONDS = 2.0  # for what is known beside the resource: the API server waits 5 s for the verdict
-LEAVE_SECONDS = 5.0  # until every API server knows that the pod goes; the others answer then
-AGREEMENT_LOOKS = 3  # at what is stored, before the next refresh: who was overtaken finds what is good
-REFRESH_SECONDS = 60.0  # how soon a caBundle that somebody reset is set again
+MAX_REVIEW_BYTES = 4 << 20  # etcd stores objects up to 1.5 MiB; a review has the new and the old object
+CONTEXT_TIMEOUT_SECONDS = 2.0  # for reading the cluster state: the API server's webhook timeout is 5 s
+DEREGISTRATION_SECONDS = 5.0  # until every API server has removed the endpoint
+MAX_SECRET_ATTEMPTS = 3  # per refresh: after a lost race the stored certificate is valid
+REFRESH_SECONDS = 60.0  # also the time until a reset caBundle is restored
 
 
 class Webhook:
-    """The server and its certificates. `start` once, then `keep` until the process ends."""
+    """Webhook server and its certificates. Call `start` once, then `maintain` until the process ends."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Webhook:
         self.is_serving = False
 
     async def start(self, port: int) -> web.AppRunner:
-        """Listen on all interfaces. The caller cleans the runner up."""
+        """Listen on all interfaces. The caller must clean up the runner."""
         await self.refresh()
         application = web.Application(client_max_size=MAX_REVIEW_BYTES)
         application.router.add_post("/validate", self._validate)
@@ -75,40 +75,44 @@ class Webhook:
         self.is_serving = True
         return runner
 
-    async def leave(self, *, after_seconds: float = LEAVE_SECONDS) -> None:
-        """Answer on for a moment, but be found no more: API servers learn of it a little later than we are told."""
+    async def withdraw(self, *, after_seconds: float = DEREGISTRATION_SECONDS) -> None:
+        """Become unready but keep serving for a while: API servers learn of the removed endpoint with a delay."""
         self.is_serving = False
         await asyncio.sleep(after_seconds)
 
-    async def keep(self) -> None:
-        """Renew certificates before they end, and set the caBundle again when it was reset."""
+    async def maintain(self) -> None:
+        """Renew certificates before they expire, and restore a caBundle that was reset, until cancelled."""
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
             try:
                 await self.refresh()
             except (*CONNECTION_ERRORS, NotYet) as error:
-                logger.warning("the webhook's certificates could not be checked", extra={"error": str(error)})
-            except Exception:  # whatever somebody wrote there: certificates must not end unnoticed, weeks later
-                logger.exception("the webhook's certificates could not be checked")
+                logger.warning("webhook certificates could not be refreshed", extra={"error": str(error)})
+            except Exception:  # e.g. invalid data in the Secret: certificates must not expire unnoticed weeks later
+                logger.exception("webhook certificates could not be refreshed")
 
     async def refresh(self) -> None:
-        """Read or make the certificates, serve them, and tell the API server whom to trust."""
-        current = await self._agreed(datetime.now(UTC))
+        """Load or renew the certificates, serve them, and publish the caBundle."""
+        current = await self._load_or_renew(datetime.now(UTC))
         if current != self._loaded:
             self._load(current)
         await self._publish(current.bundle)
 
-    async def _agreed(self, now: datetime) -> Certificates:
-        """What all operators' pods serve: what is stored, or a successor where that is no good any more. Of several who
-        store one at once the first has its way, and the others take it. Raises NotYet."""
-        made = certificates.fresh(self._names, now=now) if self._loaded is None else self._loaded
-        for _ in range(AGREEMENT_LOOKS):
-            data = await self._cluster.secret(self._namespace, self._secret, made.as_secret())
+    async def _load_or_renew(self, now: datetime) -> Certificates:
+        """Return the stored certificates, renewed if needed. The first of several concurrent writers wins, and the
+        others use its result.
+
+        Raises:
+            NotYet: Concurrent writers won all MAX_SECRET_ATTEMPTS attempts.
+        """
+        made = certificates.issue(self._names, now=now) if self._loaded is None else self._loaded
+        for _ in range(MAX_SECRET_ATTEMPTS):
+            data = await self._cluster.get_or_create_secret(self._namespace, self._secret, made.as_secret())
             stored = Certificates.from_secret(data)
             successor = (
-                certificates.fresh(self._names, now=now)
+                certificates.issue(self._names, now=now)
                 if stored is None
-                else certificates.renewed(stored, self._names, now=now)
+                else certificates.renew_if_needed(stored, self._names, now=now)
             )
             if successor is None:
                 assert stored is not None
@@ -116,10 +120,10 @@ class Webhook:
             if await self._cluster.replace_secret(self._namespace, self._secret, data, successor.as_secret()):
                 logger.info("webhook certificate renewed")
                 return successor
-        raise NotYet("others renew the webhook's certificates at the same time")
+        raise NotYet("other operator pods renew the webhook certificates at the same time; it is retried")
 
     def _load(self, current: Certificates) -> None:
-        """New connections get the new certificate. The ssl module reads keys from files only."""
+        """Use the certificates for new connections. The ssl module reads keys from files only."""
         with tempfile.TemporaryDirectory(prefix="webhook-") as folder:
             leaf, key = Path(folder, "tls.crt"), Path(folder, "tls.key")
             leaf.write_bytes(current.leaf + current.ca)
@@ -129,13 +133,15 @@ class Webhook:
         self._loaded = current
 
     async def _publish(self, bundle: bytes) -> None:
-        """Set the caBundle of every webhook in the configuration that the chart installed, if it is another one."""
+        """Set the caBundle of every webhook in the chart's configuration if it differs."""
         if self._configuration is None:
             return
         kind = "ValidatingWebhookConfiguration"
         present = await self._cluster.get(kind, None, self._configuration)
         if present is None:
-            logger.warning("the webhook configuration is missing", extra={"configuration": self._configuration})
+            logger.warning(
+                "the ValidatingWebhookConfiguration is missing", extra={"configuration": self._configuration}
+            )
             return
         wanted = base64.b64encode(bundle).decode()
         stale = [
@@ -150,7 +156,7 @@ class Webhook:
     async def _validate(self, request: web.Request) -> web.Response:
         try:
             asked = await request.json()
-            known = await self._surroundings(asked["request"])
+            known = await self._cluster_context(asked["request"])
             answer = review(
                 asked, default_image=self._default_image, allowed_privileges=self._allowed_privileges, known=known
             )
@@ -158,19 +164,22 @@ class Webhook:
             return web.json_response({"message": f"not an AdmissionReview: {error!r}"}, status=400)
         return web.json_response(answer)
 
-    async def _surroundings(self, asked: Mapping[str, Any]) -> ClusterContext:
-        """What is known beside the resource. Best effort: what cannot be seen in time is left to the loop."""
+    async def _cluster_context(self, asked: Mapping[str, Any]) -> ClusterContext:
+        """Return the cluster state for the review. Best effort: checks without it are left to the reconcile loop."""
         if not should_validate(asked):
             return NO_CLUSTER_CONTEXT
         metadata = asked["object"]["metadata"]
         try:
-            async with asyncio.timeout(LOOK_SECONDS):
-                nodes = await self._nodes.present()
+            async with asyncio.timeout(CONTEXT_TIMEOUT_SECONDS):
+                nodes = await self._nodes.list_nodes()
                 if asked["operation"] == "CREATE":
                     return ClusterContext(nodes=nodes)
                 found = await self._cluster.get("ConfigMap", metadata["namespace"], f"{metadata['name']}-facts")
                 is_ours = found is not None and is_owned(found, str(metadata.get("uid")))
                 return ClusterContext(facts=found if is_ours else None, nodes=nodes)
         except (TimeoutError, *CONNECTION_ERRORS) as error:
-            logger.warning("the webhook judges by the spec alone", extra={"error": str(error) or "timeout"})
+            logger.warning(
+                "the cluster state could not be read; the webhook validates the spec only",
+                extra={"error": str(error) or "timeout"},
+            )
             return NO_CLUSTER_CONTEXT

@@ -1,8 +1,7 @@
-"""The hands of a loop: carry a turn out at the API server and the engines, and tell of it.
+"""Execution of a reconcile plan against the API server and the engines.
 
-In this order: what must go in any case → what is remembered → children → engines → Events → status. What is remembered
-is written before anything is done by it. No rule lives here. What is written is counted, so that an idle loop can be
-seen to write nothing.
+Order: urgent deletes, state, children, engines, Events, status. State is written before it is acted on. This module
+contains no decisions. Writes are counted, so that tests and dashboards can verify that an idle loop writes nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 from kubernetes.aio.dynamic.exceptions import NotFoundError
 
 from trimtab_operator.engines.admin_client import Patched
-from trimtab_operator.engines.poller import Engines, PatchAnswer
+from trimtab_operator.engines.poller import EnginePoller, PatchAnswer
 from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.kube.client import API_ERRORS, Cluster, is_invalid
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
-from trimtab_operator.kube.rbac import missing_right
+from trimtab_operator.kube.rbac import missing_permission
 from trimtab_operator.observed.actions import Action, Apply, Delete, Event, Patch, event_of, merge_events
 from trimtab_operator.planning.plan import ReconcilePlan
 from trimtab_operator.planning.snapshot import ClusterSnapshot
@@ -36,80 +35,87 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What was carried out of a turn, and what kept the rest from it."""
+class ApplyResult:
+    """The actions that were applied, and the error that prevented the others."""
 
     actions: tuple[Action, ...]
-    refused: Exception | None
+    error: Exception | None
 
 
 @dataclass(frozen=True, slots=True)
-class Hands:
-    """Act for all loops."""
+class Executor:
+    """Executor shared by all reconcile loops."""
 
     cluster: Cluster
     metrics: OperatorMetrics
     clock: Callable[[], float]
     is_leading: Callable[[], bool] = lambda: True
-    _kept_of: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
-    """The last status that the API server did not keep as it was, and what it kept of it, by the uid of the resource:
-    a CRD of an older version does not know all of its fields."""
+    _pruned_status: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
+    """The last status that the API server pruned, and its pruned form, by resource uid: an older CRD does not know all
+    fields."""
 
-    def _must_lead(self) -> None:
-        """Raise NotLeading before anything is begun that is another process's by now. What is under way then is kept
-        from writing by `Cluster` and `Engines`."""
+    def _require_leadership(self) -> None:
+        """Check the Lease before a new action starts. Writes already in progress are stopped by `Cluster` and
+        `EnginePoller`.
+
+        Raises:
+            NotLeading: Another process may hold the Lease.
+        """
         if not self.is_leading():
-            raise NotLeading("the Lease has ended; another process acts now")
+            raise NotLeading("the Lease expired; another process may lead now")
 
     async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> None:
-        """Take care of what cannot wait, then write down what the turn remembers. The memory may be adopted after."""
+        """Apply the urgent deletes, then write the new reconciler state. The caller may adopt the state afterwards."""
         names, share = (snapshot.deployment.namespace, snapshot.deployment.name), plan.status_inputs.share
         self.metrics.desired_replicas.labels(*names).set(plan.desired_replicas)
         self.metrics.wanted_replicas.labels(*names).set(plan.desired_replicas if share is None else share.wanted)
         await self.execute(snapshot.deployment, plan.urgent_deletes)
         await self.execute(snapshot.deployment, plan.state_writes)
 
-    async def act(self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: Engines) -> Done:
-        """Do the rest. A child that is refused keeps no engine from its values."""
+    async def apply(self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: EnginePoller) -> ApplyResult:
+        """Apply the children, then patch the engines. A rejected child does not prevent the patches."""
         deployment = snapshot.deployment
-        refused: Exception | None = None
+        failure: Exception | None = None
         done: list[Action] = []
         try:
             await self.execute(deployment, plan.children, done)
         except (*API_ERRORS, NameTaken, NotYet) as error:
-            refused = error
+            failure = error
 
         async def on_answer(order: Patch, answer: PatchAnswer) -> None:
-            with suppress(NotLeading):  # it may come long after the tick
-                await self._tell_answer(deployment, order, answer)
+            with suppress(NotLeading):  # the response may arrive long after the tick
+                await self._report_patch_result(deployment, order, answer)
 
-        self._must_lead()
+        self._require_leadership()
         await engines.patch(plan.patches, snapshot.tokens, on_answer)
-        return Done(tuple(done), refused)
+        return ApplyResult(tuple(done), failure)
 
-    async def report(
-        self, snapshot: ClusterSnapshot, plan: ReconcilePlan, done: Done, *, is_status_due: bool = True
+    async def update_status(
+        self, snapshot: ClusterSnapshot, plan: ReconcilePlan, done: ApplyResult, *, is_status_due: bool = True
     ) -> Mapping[str, Any]:
-        """Tell of what was done; the status, which is written if `is_status_due`. A child that was refused keeps nobody
-        from hearing of the others; the status is the caller's then. Raises what refused it."""
+        """Emit decisions and Events, and write the status if `is_status_due`. Return the status.
+
+        Raises:
+            Exception: The error that stopped `apply`, after the Events of the applied actions were emitted.
+        """
         deployment = snapshot.deployment
         for decision in plan.decisions:
-            await self._announce(deployment, decision)
+            await self._emit_decision(deployment, decision)
         for event in merge_events(
             (*plan.events, *(event for action in done.actions if (event := event_of(action)) is not None))
         ):
-            await self.tell(deployment, event)
-        if done.refused is not None:
-            raise done.refused
+            await self.emit_event(deployment, event)
+        if done.error is not None:
+            raise done.error
         status = build_status(deployment, plan.status_inputs, now=self._now())
         return await self._write_status(deployment, status) if is_status_due else status
 
     async def execute(
         self, deployment: InferenceDeployment, actions: Iterable[Action], done: list[Action] | None = None
     ) -> None:
-        """Carry actions out, one after the other; each that was is added to `done`."""
+        """Apply actions in order, and append each completed one to `done`."""
         for action in actions:
-            self._must_lead()
+            self._require_leadership()
             if isinstance(action, Apply):
                 await self._apply(deployment, action)
                 kind, name, verb = str(action.manifest["kind"]), str(action.manifest["metadata"]["name"]), "apply"
@@ -124,7 +130,7 @@ class Hands:
                 done.append(action)
 
     async def _delete(self, deployment: InferenceDeployment, action: Delete) -> bool:
-        """Delete; whether it goes. What its budget does not let go now is decided again by the next look."""
+        """Delete or evict. Return False if the PodDisruptionBudget blocks it; the next reconcile retries."""
         namespace = deployment.namespace
         if action.budget is None:
             await self.cluster.delete(
@@ -134,7 +140,7 @@ class Hands:
         if await self.cluster.evict(namespace, action.name, uid=action.uid, budget=action.budget):
             return True
         extra = {"resource": f"{namespace}/{deployment.name}", "child": action.name, "budget": action.budget}
-        logger.info("not evicted: the budget has nobody to spare", extra=extra)
+        logger.info("eviction blocked by the PodDisruptionBudget", extra=extra)
         return False
 
     async def _apply(self, deployment: InferenceDeployment, action: Apply) -> None:
@@ -146,57 +152,57 @@ class Hands:
             await self.cluster.apply(action.fallback, deployment, is_new=action.is_new)
 
     async def write_status(self, deployment: InferenceDeployment, status_inputs: StatusInputs) -> Mapping[str, Any]:
-        """Write the status if it says something new, and an Event for each change that matters."""
+        """Write the status if it changed, and emit an Event for each important condition change."""
         return await self._write_status(deployment, build_status(deployment, status_inputs, now=self._now()))
 
-    async def write_in_the_dark(self, deployment: InferenceDeployment, problem: tuple[str, str]) -> None:
-        """Write why nothing new can be said."""
+    async def write_error_status(self, deployment: InferenceDeployment, problem: tuple[str, str]) -> None:
+        """Write the problem into the status when the cluster could not be observed."""
         await self._write_status(deployment, status_without_observation(deployment, problem, now=self._now()))
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self.clock(), UTC)
 
     async def _write_status(self, deployment: InferenceDeployment, status: dict[str, Any]) -> Mapping[str, Any]:
-        if status == self.said(deployment):
+        if status == self.last_status(deployment):
             return status
-        self._must_lead()
+        self._require_leadership()
         try:
             kept = without_foreign_conditions(await self.cluster.apply_status(deployment, status))
         except NotFoundError as error:
             raise Gone from error
-        self._kept_of.pop(deployment.uid, None)
+        self._pruned_status.pop(deployment.uid, None)
         if kept != status:
-            self._kept_of[deployment.uid] = status, kept
+            self._pruned_status[deployment.uid] = status, kept
         self.metrics.writes.labels(verb="apply_status", kind=KIND).inc()
         for condition in changed_conditions(deployment.status, status, ("Ready", "Degraded")):
             if condition["status"] == "True":
                 kind = "Normal" if condition["type"] == "Ready" else "Warning"
                 key = f"{condition['type']}{condition['lastTransitionTime']}"
-                await self.tell(deployment, Event(kind, condition["reason"], condition["message"], key))
+                await self.emit_event(deployment, Event(kind, condition["reason"], condition["message"], key))
         return status
 
-    def said(self, deployment: InferenceDeployment) -> Mapping[str, Any]:
-        """What we said last of a resource: its status, or what the API server kept that of."""
+    def last_status(self, deployment: InferenceDeployment) -> Mapping[str, Any]:
+        """Return the last status this process wrote, even if the API server pruned unknown fields from it."""
         stands = without_foreign_conditions(deployment.status)
-        said, kept = self._kept_of.get(deployment.uid, (stands, stands))
+        said, kept = self._pruned_status.get(deployment.uid, (stands, stands))
         return said if kept == stands else stands
 
     def forget(self, uid: str) -> None:
-        """Drop what is known of a resource that no loop serves any more."""
-        self._kept_of.pop(uid, None)
+        """Drop the state of a resource that no loop serves any more."""
+        self._pruned_status.pop(uid, None)
 
-    async def tell(self, deployment: InferenceDeployment, event: Event) -> None:
-        """Record an Event. Events are told, not relied upon: one that cannot be written is logged."""
-        self._must_lead()
+    async def emit_event(self, deployment: InferenceDeployment, event: Event) -> None:
+        """Emit an Event. Events are best effort: a failed write is logged."""
+        self._require_leadership()
         try:
             await self.cluster.event(
                 deployment, kind=event.type, reason=event.reason, message=event.message, now=self._now(), key=event.key
             )
         except CONNECTION_ERRORS as error:
-            logger.warning("event not written", extra={"reason": event.reason, "error": one_line(error)})
+            logger.warning("Event could not be written", extra={"reason": event.reason, "error": format_error(error)})
 
-    async def _announce(self, deployment: InferenceDeployment, decision: Decision) -> None:
-        """Tell a decision as one Event, one log line and one metric, with the id that status.tuning.history shows."""
+    async def _emit_decision(self, deployment: InferenceDeployment, decision: Decision) -> None:
+        """Emit a decision as one Event, one log line and one metric, with the id that status.tuning.history shows."""
         mode, move = deployment.spec.tuning.mode, decision.move
         knob = move.target.value
         self.metrics.decisions.labels(
@@ -215,26 +221,30 @@ class Hands:
             },
         )
         message = f"{decision.sentence} [decision {decision.id}]"
-        await self.tell(deployment, Event("Normal", decision.reason.value, message, decision.id))
+        await self.emit_event(deployment, Event("Normal", decision.reason.value, message, decision.id))
 
-    async def _tell_answer(self, deployment: InferenceDeployment, order: Patch, answer: PatchAnswer) -> None:
-        """Log what an engine said to a change; one that refuses is told, and tried again by the next turn."""
+    async def _report_patch_result(self, deployment: InferenceDeployment, order: Patch, answer: PatchAnswer) -> None:
+        """Log an engine's response to a patch. A rejected patch is also emitted as an Event, and the next iteration
+        retries it.
+        """
         values = {str(name): value for name, value in order.fields.items()}
         resource = f"{deployment.namespace}/{deployment.name}"
         extra = {"resource": resource, "group": order.target.group, "values": values}
         if isinstance(answer, Patched):
             logger.info("engine patched", extra={**extra, "step": answer.applied_at_step})
             return
-        logger.warning("engine refused a patch", extra={**extra, "answer": answer.message})
-        message = f"{order.target.group} did not take {values}: {answer.message}"
-        await self.tell(deployment, Event("Warning", "PatchRefused", message))
+        logger.warning("engine rejected a patch", extra={**extra, "answer": answer.message})
+        message = f"{order.target.group}: the engine rejected {values}: {answer.message}"
+        await self.emit_event(deployment, Event("Warning", "PatchRejected", message))
 
 
-def one_line(error: BaseException) -> str:
-    """Which right is missing, or the API server's own words where there are some, else the error, on one line."""
-    right = missing_right(error)
-    if right is not None:
-        return f"the operator has no right to {right}: its role lacks it; the chart's roles have it (rbac.create)"
+def format_error(error: BaseException) -> str:
+    """Return an error as one line: the missing permission, or the API server's message if there is one, or the error
+    text.
+    """
+    permission = missing_permission(error)
+    if permission is not None:
+        return f"the operator has no permission to {permission}; add it to its role (the chart's roles have it)"
     summary = getattr(error, "summary", None)
     text = str(summary()) if callable(summary) else str(error)
     return " ".join((text or type(error).__name__).split())[:1000]

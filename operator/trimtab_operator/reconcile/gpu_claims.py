@@ -1,8 +1,8 @@
-"""What all resources ask for and hold of the GPU budget, kept in the process that leads: it runs all their loops.
+"""GPU claims of all resources against the GPU budget, in the memory of the leading process, which runs all loops.
 
-A loop puts its resource's stake before it acts by it, and only if its share is still what it reckoned with: so two that
-decide at once do not both take what is left. A resource whose loop has not spoken yet counts as the cache knows it.
-Nothing is stored: a new process hears all of it again from the cache and from its loops.
+A loop reserves its claim before it acts on it. The reservation succeeds only if its grant is unchanged, so two
+concurrent plans cannot both take the last GPUs. A resource without a reservation counts as in the cache. Nothing is
+persisted: a new leader rebuilds the claims from the cache and from its loops.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from trimtab_operator.resource.installation import GpuBudget
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND
 
-Rings = Callable[[str, str], None]
+Enqueue = Callable[[str, str], None]
 
 
-class Stakes:
-    """The stakes. `rings` is called with namespace and name of each resource whose share another one has changed."""
+class GpuClaims:
+    """GPU claims by resource. `enqueue` is called with the namespace and name of each resource whose grant changed."""
 
-    def __init__(self, budget: GpuBudget, rings: Rings, cache: Cache | None = None) -> None:
+    def __init__(self, budget: GpuBudget, enqueue: Enqueue, cache: Cache | None = None) -> None:
         self._budget = budget
-        self._rings = rings
+        self._enqueue = enqueue
         self._cache = cache
-        self._stakes: dict[str, GpuClaim] = {}
+        self._claims: dict[str, GpuClaim] = {}
 
-    def of_others(self, namespace: str, name: str) -> tuple[GpuClaim, ...] | None:
-        """What all but this resource ask for and hold; None where it is not known which others there are."""
-        if self._cache is not None and not self._match(self._cache):
+    def other_claims(self, namespace: str, name: str) -> tuple[GpuClaim, ...] | None:
+        """Return the claims of all other resources. None if the list of resources is not known."""
+        if self._cache is not None and not self._sync_with_cache(self._cache):
             return None
-        return tuple(gpu_claim for key, gpu_claim in self._stakes.items() if key != f"{namespace}/{name}")
+        return tuple(gpu_claim for key, gpu_claim in self._claims.items() if key != f"{namespace}/{name}")
 
-    def put(self, gpu_claim: GpuClaim, count: int, *, beside: int = 0, grows: bool = True) -> bool:
-        """Take so many replicas for a resource, and so many beside them while a change rolls, those that go counted,
-        where that is still its share; whether it was. Fewer than there are can always be taken. `grows`: those that run
-        take what they lack to be what is asked for, too."""
-        before = self._stakes.get(gpu_claim.key)
-        others = [other for key, other in self._stakes.items() if key != gpu_claim.key]
+    def reserve(self, gpu_claim: GpuClaim, count: int, *, beside: int = 0, grows: bool = True) -> bool:
+        """Reserve `count` replicas, and `beside` surge replicas during a rollout, terminating ones included.
+
+        Return False if they exceed the current grant. Scaling in always succeeds. With `grows`, running replicas also
+        reserve the additional GPUs of the desired spec.
+        """
+        before = self._claims.get(gpu_claim.key)
+        others = [other for key, other in self._claims.items() if key != gpu_claim.key]
         grown = gpu_claim.missing_gpus(count) if grows else 0
         if count > gpu_claim.running or grown:
             granted = current_grants((gpu_claim, *others), self._budget)[gpu_claim.key]
@@ -57,47 +59,51 @@ class Stakes:
             gpu_claim.running, count
         ):
             return False
-        self._change(gpu_claim.key, before, gpu_claim.with_grant(count, beside=beside, grows=grows))
+        self._replace_claim(gpu_claim.key, before, gpu_claim.with_grant(count, beside=beside, grows=grows))
         return True
 
     def forget(self, namespace: str, name: str) -> None:
-        """A resource is gone."""
+        """Drop the claim of a deleted resource."""
         key = f"{namespace}/{name}"
-        self._change(key, self._stakes.get(key), None)
+        self._replace_claim(key, self._claims.get(key), None)
 
-    def _change(self, key: str, before: GpuClaim | None, after: GpuClaim | None) -> None:
-        """Put one in the place of another, and ring where that changes what others get."""
+    def _replace_claim(self, key: str, before: GpuClaim | None, after: GpuClaim | None) -> None:
+        """Replace a claim, and enqueue the other resources whose grants change."""
         if before == after:
             return
-        shares = current_grants(tuple(self._stakes.values()), self._budget)
-        self._stakes.pop(key, None)
+        shares = current_grants(tuple(self._claims.values()), self._budget)
+        self._claims.pop(key, None)
         if after is not None:
-            self._stakes[key] = after
-        for other, granted in current_grants(tuple(self._stakes.values()), self._budget).items():
+            self._claims[key] = after
+        for other, granted in current_grants(tuple(self._claims.values()), self._budget).items():
             if other != key and shares.get(other) != granted:
                 namespace, _, name = other.partition("/")
-                self._rings(namespace, name)
+                self._enqueue(namespace, name)
 
-    def _match(self, cache: Cache) -> bool:
-        """Bring the stakes in line with which resources there are; whether that is known."""
+    def _sync_with_cache(self, cache: Cache) -> bool:
+        """Drop claims of deleted resources and add those of new ones. Return False if the list of resources is not
+        known.
+        """
         bodies: dict[str, Manifest] = {}
         for store in cache.stores:
             if store.kind != KIND:
                 continue
-            present = cache.all_of(KIND, store.namespace)
+            present = cache.list_all(KIND, store.namespace)
             if present is None:
                 return False
             bodies.update({f"{body['metadata']['namespace']}/{body['metadata']['name']}": body for body in present})
-        for key in [key for key in self._stakes if key not in bodies]:
-            self._change(key, self._stakes[key], None)
+        for key in [key for key in self._claims if key not in bodies]:
+            self._replace_claim(key, self._claims[key], None)
         for key, body in bodies.items():
-            if key not in self._stakes:
-                self._stakes[key] = _as_cached(cache, (body["metadata"]["namespace"], body["metadata"]["name"]), body)
+            if key not in self._claims:
+                self._claims[key] = _claim_from_cache(
+                    cache, (body["metadata"]["namespace"], body["metadata"]["name"]), body
+                )
         return True
 
 
-def _as_cached(cache: Cache, owner: Owner, body: Manifest) -> GpuClaim:
-    """The stake of a resource that no loop of this process has looked at yet, by its children and its status."""
+def _claim_from_cache(cache: Cache, owner: Owner, body: Manifest) -> GpuClaim:
+    """Return the claim of a resource that no loop of this process has observed yet, from its children and status."""
     children = ObservedChildren(stateful_sets=cache.of("StatefulSet", owner), pods=cache.of("Pod", owner))
     deployment, parse_errors = parse_resource(body, default_image=None)
     gpu_claim = current_gpu_claim(deployment, children)

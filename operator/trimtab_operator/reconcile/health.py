@@ -1,7 +1,7 @@
-"""Is the operator alive? Every loop leaves a mark when it ticks; a mark that grows old means restart. Plus `/metrics`.
+"""Liveness, readiness and metrics of the operator.
 
-Probes are answered in another thread than the loops': a busy operator
-answers in time, and a blocked one is found out.
+Each loop records a heartbeat when it ticks; an old heartbeat means that the pod must restart. Probes are served from
+another thread than the loops, so a busy operator still responds and a blocked one is detected.
 """
 
 from __future__ import annotations
@@ -16,45 +16,44 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-LAG_PERIOD_SECONDS = 1.0  # how often the event loop's own delay is measured
-MAX_LAG_SECONDS = 60.0  # an event loop that is blocked for so long serves nobody
+LAG_PERIOD_SECONDS = 1.0  # interval of the delay measurement
+MAX_LAG_SECONDS = 60.0  # a longer block fails the liveness probe
 
 
 @dataclass(slots=True)
 class Heartbeats:
-    """When each loop last ticked, by the monotonic clock, and what is being missed."""
+    """Last tick of each loop and of the event loop, by the monotonic clock."""
 
     max_age_seconds: float
     clock: Callable[[], float] = time.monotonic
     _ticks: dict[str, float] = field(default_factory=dict)
     _ran_at: float | None = None
-    """When the event loop of all of them last ran."""
+    """When the event loop of all loops last ran. None before the first measurement."""
 
     def beat(self, name: str) -> None:
         self._ticks[name] = self.clock()
 
-    def wait_in_line(self, name: str) -> None:
-        """Note that a loop waits until there is room for its tick: a long line is no hang, and those in front have a
-        deadline."""
+    def mark_waiting(self, name: str) -> None:
+        """Record that a loop waits for a slot. Waiting is no hang: the ticks that run have a deadline."""
         self._ticks[name] = math.inf
 
-    def ran(self) -> None:
-        """Note that the event loop runs."""
+    def mark_loop_ran(self) -> None:
+        """Record that the event loop runs."""
         self._ran_at = self.clock()
 
-    def ran_within(self, seconds: float) -> bool:
-        """Whether the event loop has run so lately; one that was never asked about has."""
+    def has_run_within(self, seconds: float) -> bool:
+        """Return True if the event loop ran within `seconds`, or was never measured."""
         return self._ran_at is None or self.clock() - self._ran_at <= seconds
 
     def forget(self, name: str) -> None:
         self._ticks.pop(name, None)
 
     def problems(self) -> list[str]:
-        """What is wrong, as lines; empty when all is well."""
+        """Return one line per problem. Empty if the operator is healthy."""
         now = self.clock()
         found = [
             f"{name} has not ticked for {now - at:.0f} s"
-            for name, at in self._ticks.copy().items()  # the loops' thread goes on meanwhile
+            for name, at in self._ticks.copy().items()  # the main thread changes it concurrently
             if now - at > self.max_age_seconds
         ]
         if self._ran_at is not None and now - self._ran_at > MAX_LAG_SECONDS:
@@ -63,62 +62,62 @@ class Heartbeats:
 
 
 class OperatorMetrics:
-    """What the operator says of itself."""
+    """Prometheus metrics of the operator."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.reconcile_seconds = Histogram(
             "trimtab_operator_reconcile_seconds",
-            "Time of one tick of one resource, until all is told of it: under many edits telling waits for up to 20 s",
+            "Duration of one reconcile of one resource; its status update may wait up to 20 s during bursts of edits",
             registry=self.registry,
             buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
         )
         self.reconcile_errors = Counter(
-            "trimtab_operator_reconcile_errors_total", "Ticks that failed", ["error"], registry=self.registry
+            "trimtab_operator_reconcile_errors_total", "Failed reconciles", ["error"], registry=self.registry
         )
         self.writes = Counter(
             "trimtab_operator_writes_total", "Writes to the API server", ["verb", "kind"], registry=self.registry
         )
         self.decisions = Counter(
             "trimtab_operator_decisions_total",
-            "Decisions of the tuner",
+            "Tuning decisions",
             ["namespace", "name", "knob", "reason", "mode"],
             registry=self.registry,
         )
         self.desired_replicas = Gauge(
             "trimtab_desired_replicas",
-            "Replicas that are wanted, as far as a GPU budget allows",
+            "Desired replicas within the GPU budget",
             ["namespace", "name"],
             registry=self.registry,
         )
         self.wanted_replicas = Gauge(
             "trimtab_wanted_replicas",
-            "Replicas that would be wanted without a GPU budget",
+            "Desired replicas without the GPU budget",
             ["namespace", "name"],
             registry=self.registry,
         )
         self.loop_lag = Gauge(
-            "trimtab_operator_loop_lag_seconds", "Delay of the event loop, latest", registry=self.registry
+            "trimtab_operator_loop_lag_seconds", "Latest delay of the event loop", registry=self.registry
         )
         self.leader = Gauge("trimtab_operator_leader", "1 while this process holds the Lease", registry=self.registry)
 
     def forget(self, namespace: str, name: str) -> None:
-        """Drop the series of a resource that is gone."""
+        """Remove the series of a deleted resource."""
         for metric in (self.desired_replicas, self.wanted_replicas, self.decisions):
             metric.remove_by_labels({"namespace": namespace, "name": name})
 
 
 async def measure_lag(heartbeats: Heartbeats, metrics: OperatorMetrics) -> None:
-    """Sleep, and see how much later than asked we wake."""
+    """Measure the delay of the event loop, until cancelled."""
     while True:
-        heartbeats.ran()
+        heartbeats.mark_loop_ran()
         before = time.monotonic()
         await asyncio.sleep(LAG_PERIOD_SECONDS)
         metrics.loop_lag.set(max(0.0, time.monotonic() - before - LAG_PERIOD_SECONDS))
 
 
 async def serve_health(port: int, heartbeats: Heartbeats, *, is_ready: Callable[[], bool]) -> web.AppRunner:
-    """`/healthz` for liveness, `/readyz` for the webhook's Service."""
+    """Serve `/healthz` for liveness and `/readyz` for the webhook's Service."""
 
     async def healthz(_: web.Request) -> web.Response:
         problems = heartbeats.problems()
@@ -131,7 +130,7 @@ async def serve_health(port: int, heartbeats: Heartbeats, *, is_ready: Callable[
 
 
 async def serve_metrics(port: int, metrics: OperatorMetrics) -> web.AppRunner:
-    """`/metrics` in Prometheus' text format."""
+    """Serve `/metrics` in the Prometheus text format."""
 
     async def page(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -117,7 +117,7 @@ def build_registry(loops: ReconcileLoops, cache: Cache) -> kopf.OperatorRegistry
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def receive(event: kopf.RawEvent, **_: Any) -> None:
         body: Manifest = dict(event["object"])
-        cache.received(KIND, event["type"], body)
+        cache.apply_kopf_event(KIND, event["type"], body)
         if event["type"] != "DELETED":
             loops.start(body)
 

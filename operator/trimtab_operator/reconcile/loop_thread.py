@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for what others wait for by a deadline: ADR-0004."""
+"""Event loop in a separate thread, for work with a deadline: ADR-0004."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 
 
 class LoopThread:
-    """Runs coroutines beside the caller's event loop, however busy that is. Use it as an async context manager."""
+    """Async context manager that runs coroutines in a separate thread, independent of the caller's event loop."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -37,16 +37,16 @@ class LoopThread:
             self._loop.close()
 
     async def run(self, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a coroutine there and wait for it here; when the wait is cancelled, so is the coroutine."""
+        """Run a coroutine in the thread and wait for its result. Cancelling the wait cancels the coroutine."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function(*args, **kwargs), self._loop))
 
     async def enter(self, context: AbstractAsyncContextManager[T]) -> T:
-        """Enter a context there; it is left there when the thread ends, the last one first."""
+        """Enter a context in the thread. The contexts are exited in reverse order when the thread ends."""
         return await self.run(self._entered.enter_async_context, context)
 
 
 async def _cancel_all() -> None:
-    """Let no task outlive its loop."""
+    """Cancel all tasks of the loop and wait for them."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

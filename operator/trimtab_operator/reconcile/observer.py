@@ -1,8 +1,9 @@
-"""One look at a resource: everything that a turn decides by, read once.
+"""Observation of one resource: all inputs of one reconcile iteration, read once.
 
-First the resource and its children, then, all at once, what `questions_of` finds worth asking beyond them: nodes, the
-groups of other resources, Events, engines. The resource and its children come from the cache where there is one; what
-is to be done by it is confirmed first (`confirmed`): ADR-0034.
+The resource and its children are read first. Then `plan_extra_reads` selects the additional reads, which run
+concurrently: nodes, the groups of other resources, Events and engines. The resource and its children come from the
+informer cache if it is synced; the preconditions of a plan are revalidated (`revalidate`) before it is applied:
+ADR-0034.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from trimtab_operator.builders.admin_token import admin_token
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANAGED_BY
-from trimtab_operator.engines.poller import Engines
+from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.engines.prometheus import Prometheus
 from trimtab_operator.errors import Gone
 from trimtab_operator.kube.client import API_ERRORS, Cluster, is_forbidden
@@ -24,22 +25,22 @@ from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.observed.missing_pods import FAILED_CREATE
 from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
 from trimtab_operator.planning.state import ReconcilerState
-from trimtab_operator.reconcile.gpu_claims import Stakes
+from trimtab_operator.reconcile.gpu_claims import GpuClaims
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.gang_placement import Age, ages_of_partly_placed
 
-CONFIRMATIONS = 3  # before the API server is asked for all: a cache that lags has caught up by then
+MAX_CACHE_REVALIDATIONS = 3  # before everything is read from the API server: a lagging cache has caught up by then
 CATCH_UP_SECONDS = 0.1
-MAX_LIVE_LOOKS = 8  # that ask the API server at once: with a thousand resources the lists of all would smother it
-ALL_GROUPS = f"app.kubernetes.io/managed-by={MANAGED_BY},{DEPLOYMENT_LABEL},{GROUP_LABEL}"
+MAX_LIVE_READS = 8  # concurrent: the list calls of a thousand resources would overload the API server
+GROUP_SELECTOR = f"app.kubernetes.io/managed-by={MANAGED_BY},{DEPLOYMENT_LABEL},{GROUP_LABEL}"
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Which resource: a namesake that was created meanwhile has another uid."""
+    """Identity of a resource. The uid distinguishes it from a later resource with the same name."""
 
     namespace: str
     name: str
@@ -49,12 +50,14 @@ class Key:
         return f"{self.namespace}/{self.name}"
 
 
-_Read = tuple[Manifest, tuple[InferenceDeployment, tuple[ValidationError, ...]]]
+_ParsedResource = tuple[Manifest, tuple[InferenceDeployment, tuple[ValidationError, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Eyes:
-    """Look for all loops. `secret` is what admin tokens are derived from, `former_secret` what they were before."""
+class ClusterObserver:
+    """Observer shared by all reconcile loops. Admin tokens are derived from `secret`, and before a rotation from
+    `former_secret`.
+    """
 
     cluster: Cluster
     nodes: Nodes
@@ -66,110 +69,138 @@ class Eyes:
     installation: Installation = field(default_factory=Installation)
     prometheus: Prometheus | None = None
     cache: Cache | None = None
-    gpu_claims: Stakes | None = None
-    """None: there is no GPU budget."""
-    _live: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LIVE_LOOKS))
-    _read: dict[Owner, _Read] = field(default_factory=dict)
-    """What of the cache was read last, of each resource."""
+    gpu_claims: GpuClaims | None = None
+    """None if there is no GPU budget."""
+    _live_reads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LIVE_READS))
+    _parsed: dict[Owner, _ParsedResource] = field(default_factory=dict)
+    """The last cached object of each resource, and its parsed form."""
 
-    async def look(
-        self, key: Key, state: ReconcilerState, engines: Engines, *, believes_last_words: bool = False
+    async def observe(
+        self, key: Key, state: ReconcilerState, engines: EnginePoller, *, allow_stale_engine_status: bool = False
     ) -> ClusterSnapshot:
-        """See the resource, its children, its engines and what else matters now. Raises Gone. Who
-        `believes_last_words` does not wait for an engine that has just spoken."""
-        snapshot = await self.glance(key)
-        asked = plan_extra_reads(snapshot.deployment, snapshot.children, state, now=snapshot.at)
-        nodes, partly_placed, refused, said = await asyncio.gather(
-            self._nodes(asked.nodes_fresh_seconds),
-            self._rivals() if asked.partly_placed else _nothing(),
-            self._refused_creations(key.namespace) if asked.failed_creations else _nothing(),
-            engines.look(asked.engines, snapshot.tokens, asked.metrics, believes_last_words=believes_last_words),
+        """Return a snapshot of the resource, its children, its engines and the additional reads.
+
+        With `allow_stale_engine_status`, engines that reported a fresh idle status are not polled again.
+
+        Raises:
+            Gone: The resource was deleted or is being deleted.
+        """
+        snapshot = await self.read_resource(key)
+        extra = plan_extra_reads(snapshot.deployment, snapshot.children, state, now=snapshot.at)
+        nodes, partly_placed, failed, observations = await asyncio.gather(
+            self._nodes(extra.nodes_fresh_seconds),
+            self._partly_placed_ages() if extra.partly_placed else _no_result(),
+            self._failed_creations(key.namespace) if extra.failed_creations else _no_result(),
+            engines.poll(
+                extra.engines, snapshot.tokens, extra.metrics, allow_stale_engine_status=allow_stale_engine_status
+            ),
         )
         return replace(
-            self.with_stakes(key, snapshot),
+            self.with_gpu_claims(key, snapshot),
             at=self.clock(),
-            engines=said,
+            engines=observations,
             nodes=nodes,
             partly_placed=partly_placed,
-            failed_creations=refused,
+            failed_creations=failed,
         )
 
-    def with_stakes(self, key: Key, snapshot: ClusterSnapshot) -> ClusterSnapshot:
-        """The same world, with what other resources ask for and hold of the GPU budget now."""
+    def with_gpu_claims(self, key: Key, snapshot: ClusterSnapshot) -> ClusterSnapshot:
+        """Return the snapshot with the current GPU claims of other resources."""
         if self.gpu_claims is None:
             return snapshot
-        return replace(snapshot, gpu_claims=self.gpu_claims.of_others(key.namespace, key.name))
+        return replace(snapshot, gpu_claims=self.gpu_claims.other_claims(key.namespace, key.name))
 
     def forget(self, key: Key) -> None:
-        """Drop what is expected of a resource that is gone."""
+        """Drop the state of a deleted resource."""
         if self.cache is not None:
             self.cache.forget((key.namespace, key.name))
             self.cache.discard(KIND, (key.namespace, key.name), key.uid)
-        self._read.pop((key.namespace, key.name), None)
+        self._parsed.pop((key.namespace, key.name), None)
         if self.gpu_claims is not None:
             self.gpu_claims.forget(key.namespace, key.name)
 
-    def unanswered(self, key: Key) -> int | None:
-        """The generation of a spec of which no status speaks yet, as far as watches have told; None: there is none."""
+    def pending_generation(self, key: Key) -> int | None:
+        """Return the generation of a spec that no status reports as observed yet, according to the cache. None if
+        there is none.
+        """
         body = None if self.cache is None else next(iter(self.cache.of(KIND, (key.namespace, key.name))), None)
         if body is None:
             return None
-        asked, answered = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
-        return None if asked == answered else asked
+        extra, answered = body["metadata"].get("generation"), (body.get("status") or {}).get("observedGeneration")
+        return None if extra == answered else extra
 
-    async def resource(self, key: Key) -> InferenceDeployment:
-        """See the resource alone. Raises Gone."""
-        return self._world(key, await self._body(key)).deployment
+    async def get_deployment(self, key: Key) -> InferenceDeployment:
+        """Return the resource only, from the API server.
+
+        Raises:
+            Gone: The resource was deleted or is being deleted.
+        """
+        return self._snapshot(key, await self._body(key)).deployment
 
     async def _body(self, key: Key) -> Manifest:
-        return _expected(await self.cluster.get(KIND, key.namespace, key.name), key)
+        return _require_current(await self.cluster.get(KIND, key.namespace, key.name), key)
 
-    async def glance(self, key: Key) -> ClusterSnapshot:
-        """See the resource and its children alone. Raises Gone."""
-        return await self._remembered(key) or await self._asked(key)
+    async def read_resource(self, key: Key) -> ClusterSnapshot:
+        """Return a snapshot of the resource and its children only.
 
-    async def _asked(self, key: Key) -> ClusterSnapshot:
-        """The same from the API server."""
-        async with self._live:
+        Raises:
+            Gone: The resource was deleted or is being deleted.
+        """
+        return await self._read_cached(key) or await self._read_live(key)
+
+    async def _read_live(self, key: Key) -> ClusterSnapshot:
+        """Read the resource and its children from the API server."""
+        async with self._live_reads:
             body = await self._body(key)
-            snapshot = self._world(key, body)
-            return replace(snapshot, children=await self.cluster.observe(snapshot.deployment), live_resource=body)
+            snapshot = self._snapshot(key, body)
+            return replace(snapshot, children=await self.cluster.list_children(snapshot.deployment), live_resource=body)
 
-    async def _remembered(self, key: Key) -> ClusterSnapshot | None:
-        """The same from the cache; None where it does not say enough, or has not heard of our own writes."""
+    async def _read_cached(self, key: Key) -> ClusterSnapshot | None:
+        """Read the resource and its children from the cache. None if the cache is not synced or lags behind the
+        writes of this process.
+        """
         owner = key.namespace, key.name
-        if self.cache is None or not self.cache.is_heard(KIND, key.namespace) or not await self.cache.settled(owner):
+        if (
+            self.cache is None
+            or not self.cache.is_synced(KIND, key.namespace)
+            or not await self.cache.wait_until_settled(owner)
+        ):
             return None
         body = next(iter(self.cache.of(KIND, owner)), None)
         if body is None or body["metadata"]["uid"] != key.uid:
-            return None  # a loop ends by what the API server says alone
-        snapshot = self._world(key, _expected(body, key))
-        children = await self.cluster.recall(snapshot.deployment, self.cache)
+            return None  # only the API server decides that a loop ends
+        snapshot = self._snapshot(key, _require_current(body, key))
+        children = await self.cluster.cached_children(snapshot.deployment, self.cache)
         return None if children is None else replace(snapshot, children=children, cached_resource=body)
 
-    async def confirmed(self, key: Key, snapshot: ClusterSnapshot, grounds: Iterable[Manifest]) -> ClusterSnapshot:
-        """The same world, if the `grounds` are still as they are known; else one that is confirmed as a whole, beside
-        what the engines said: by what the cache has heard meanwhile, or by what the API server says. Raises Gone.
+    async def revalidate(
+        self, key: Key, snapshot: ClusterSnapshot, preconditions: Iterable[Manifest]
+    ) -> ClusterSnapshot:
+        """Return the same snapshot if the preconditions still hold, else a new snapshot that is consistent as a whole.
 
-        As a whole means the resource, its StatefulSets and their pods: who goes and who stays depends on them. Other
-        children are written over with what the spec asks for, whatever they are.
+        The new snapshot comes from the cache after it caught up, or else from the API server. It covers the resource,
+        its StatefulSets and their pods, because deletions depend on all of them. Other children are overwritten with
+        the desired state in any case. Engine observations are taken over, because engines report each request once.
+
+        Raises:
+            Gone: The resource was deleted or is being deleted.
         """
-        if await self.cluster.are_current(grounds):
+        if await self.cluster.are_current(preconditions):
             return snapshot
-        for _ in range(CONFIRMATIONS - 1 if snapshot.cached_resource is not None else 0):
+        for _ in range(MAX_CACHE_REVALIDATIONS - 1 if snapshot.cached_resource is not None else 0):
             await asyncio.sleep(CATCH_UP_SECONDS)
-            known = await self._remembered(key)
+            known = await self._read_cached(key)
             if known is None or known.cached_resource is None:
                 break
             if await self.cluster.are_current(
                 (known.cached_resource, *known.children.stateful_sets, *known.children.pods)
             ):
-                return _beside_the_same(known, snapshot)
-        return _beside_the_same(await self._asked(key), snapshot)
+                return _with_observations(known, snapshot)
+        return _with_observations(await self._read_live(key), snapshot)
 
-    def _world(self, key: Key, body: Manifest) -> ClusterSnapshot:
-        """What the resource itself says; its children are still to be read."""
-        deployment, parse_errors = self._as_read(key, body)
+    def _snapshot(self, key: Key, body: Manifest) -> ClusterSnapshot:
+        """Return a snapshot of the resource only; its children are added later."""
+        deployment, parse_errors = self._parse(key, body)
         token = admin_token(self.secret, key.uid)
         former = None if self.former_secret is None else admin_token(self.former_secret, key.uid)
         return ClusterSnapshot(
@@ -183,33 +214,35 @@ class Eyes:
             sample_seconds=self._sample_seconds(deployment),
         )
 
-    def _as_read(self, key: Key, body: Manifest) -> tuple[InferenceDeployment, tuple[ValidationError, ...]]:
-        """The resource; one that the cache still has as it was is not read again."""
-        last = self._read.get((key.namespace, key.name))
+    def _parse(self, key: Key, body: Manifest) -> tuple[InferenceDeployment, tuple[ValidationError, ...]]:
+        """Parse the resource. The result is reused while the cache holds the same object."""
+        last = self._parsed.get((key.namespace, key.name))
         if last is not None and last[0] is body:
             return last[1]
         found = parse_resource(
             body, default_image=self.default_image, allowed_privileges=self.installation.allowed_privileges
         )
         if self.cache is not None:
-            self._read[key.namespace, key.name] = body, found
+            self._parsed[key.namespace, key.name] = body, found
         return found
 
     def _sample_seconds(self, deployment: InferenceDeployment) -> float:
-        """How often metrics change where they are read; 0: with each look."""
+        """Return the interval at which metrics change at their source. 0 means at each poll."""
         if self.prometheus is None or deployment.spec.metrics.source == "Pods":
             return 0.0
         return self.prometheus.connection.scrape_seconds
 
     async def _nodes(self, fresh_seconds: float | None) -> tuple[Manifest, ...] | None:
-        return () if fresh_seconds is None else await self.nodes.present(fresh_seconds=fresh_seconds)
+        return () if fresh_seconds is None else await self.nodes.list_nodes(fresh_seconds=fresh_seconds)
 
-    async def _rivals(self) -> tuple[Age, ...] | None:
-        """The ages of the groups of all resources that are partly placed; None without the right to see them."""
+    async def _partly_placed_ages(self) -> tuple[Age, ...] | None:
+        """Return the ages of all partly placed groups in the cluster. None if the operator has no permission to list
+        them.
+        """
         try:
             sets, pods = await asyncio.gather(
-                self.cluster.list("StatefulSet", None, selector=ALL_GROUPS),
-                self.cluster.list("Pod", None, selector=ALL_GROUPS),
+                self.cluster.list("StatefulSet", None, selector=GROUP_SELECTOR),
+                self.cluster.list("Pod", None, selector=GROUP_SELECTOR),
             )
         except API_ERRORS as error:
             if not is_forbidden(error):
@@ -217,8 +250,10 @@ class Eyes:
             return None
         return ages_of_partly_placed(sets, pods)
 
-    async def _refused_creations(self, namespace: str) -> tuple[Manifest, ...]:
-        """The Events of StatefulSets whose pods the API server does not create; none without the right to read them."""
+    async def _failed_creations(self, namespace: str) -> tuple[Manifest, ...]:
+        """Return the Events of StatefulSets whose pods the API server rejects. Empty if the operator has no
+        permission to list Events.
+        """
         fields = f"involvedObject.kind=StatefulSet,reason={FAILED_CREATE}"
         try:
             return tuple(await self.cluster.list("Event", namespace, fields=fields))
@@ -228,8 +263,10 @@ class Eyes:
             return ()
 
 
-def _beside_the_same(snapshot: ClusterSnapshot, seen: ClusterSnapshot) -> ClusterSnapshot:
-    """A world with what was seen beside the children: engines tell of each request once."""
+def _with_observations(snapshot: ClusterSnapshot, seen: ClusterSnapshot) -> ClusterSnapshot:
+    """Return the new snapshot with everything but the children taken from the earlier one: engines report each
+    request once.
+    """
     return replace(
         snapshot,
         engines=seen.engines,
@@ -240,12 +277,16 @@ def _beside_the_same(snapshot: ClusterSnapshot, seen: ClusterSnapshot) -> Cluste
     )
 
 
-def _expected(body: Manifest | None, key: Key) -> Manifest:
-    """The resource that is meant. Raises Gone where that is no more, or about to be."""
+def _require_current(body: Manifest | None, key: Key) -> Manifest:
+    """Return the resource.
+
+    Raises:
+        Gone: It is missing, is being deleted, or has another uid.
+    """
     if body is None or body["metadata"]["uid"] != key.uid or is_terminating(body):
         raise Gone
     return body
 
 
-async def _nothing() -> None:
+async def _no_result() -> None:
     return None

@@ -1,7 +1,6 @@
-"""Who may go first: so many at once, and whoever is waited for before whoever only follows up.
+"""Concurrency limiter with two priorities: user-initiated reconciles run before follow-ups.
 
-What an owner has just asked for is brought about at once, whatever still follows from what others asked for before.
-What is urgent is not decided here: callers say so, also of somebody who stands in line already.
+Callers decide what is urgent, also for a slot that is already waiting.
 """
 
 from __future__ import annotations
@@ -14,109 +13,120 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """Somebody's place: in line, inside, or left."""
+class Slot:
+    """A caller's slot: waiting, held or released."""
 
     urgent: bool = False
-    is_inside: bool = False
-    _turn: asyncio.Future[None] | None = None
+    is_held: bool = False
+    _admitted: asyncio.Future[None] | None = None
 
 
-class Lanes:
-    """Room for `at_once`. Those that can wait have all of it but `kept`, and while anybody urgent is there or in line,
-    `beside` of it and one place less for each of the urgent but the first; never none, so that nobody waits for ever,
-    and so that somebody urgent who is held up holds up nobody."""
+class PriorityLimiter:
+    """Limiter for at most `max_concurrent` callers that prefers urgent ones.
 
-    def __init__(self, at_once: int, *, beside: int, kept: int = 0) -> None:
-        self._at_once, self._beside, self._kept = at_once, beside, kept
-        self._inside = {True: 0, False: 0}
-        """How many are in, by whether they are urgent."""
-        self._in_line: dict[bool, deque[Place]] = {True: deque(), False: deque()}
+    Background callers may use `max_concurrent - reserved` slots while no urgent caller is present. Otherwise they may
+    use `max_background_when_urgent - (urgent - 1)` slots, but at least one: this avoids starvation, and a stuck urgent
+    caller does not block the others.
+    """
+
+    def __init__(self, max_concurrent: int, *, max_background_when_urgent: int, reserved: int = 0) -> None:
+        self._max_concurrent, self._max_background_when_urgent, self._reserved = (
+            max_concurrent,
+            max_background_when_urgent,
+            reserved,
+        )
+        self._held = {True: 0, False: 0}
+        """Number of held slots, by urgency."""
+        self._waiting: dict[bool, deque[Slot]] = {True: deque(), False: deque()}
 
     @asynccontextmanager
-    async def entered(self, place: Place) -> AsyncIterator[None]:
-        """Wait for room, and hold it."""
-        await self._enter(place)
+    async def acquire(self, slot: Slot) -> AsyncIterator[None]:
+        """Wait for a slot and hold it within the context."""
+        await self._acquire(slot)
         try:
             yield
         finally:
-            self._leave(place)
+            self._release(slot)
 
     @property
     def num_urgent(self) -> int:
-        """How many who are urgent are there or in line."""
-        return self._inside[True] + len(self._in_line[True])
+        """Return the number of urgent callers that hold a slot or wait for one."""
+        return self._held[True] + len(self._waiting[True])
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so many are urgent that one place is left to those that can wait."""
-        return self.num_urgent >= self._beside > 0
+        """Return True if so many callers are urgent that only one slot is left to background callers."""
+        return self.num_urgent >= self._max_background_when_urgent > 0
 
-    def is_waited_for(self, place: Place) -> bool:
-        """Whether somebody else who is urgent is there or in line, while this one is inside and urgent."""
-        return place.urgent and place.is_inside and (self._inside[True] > 1 or bool(self._in_line[True]))
+    def should_yield(self, slot: Slot) -> bool:
+        """Return True if the slot is urgent and held, and another urgent caller holds a slot or waits."""
+        return slot.urgent and slot.is_held and (self._held[True] > 1 or bool(self._waiting[True]))
 
-    async def step_back(self, place: Place, seconds: float) -> None:
-        """Hold the room as one who can wait, from now on: who is inside leaves it to those who are urgent, and is back
-        in turn; as urgent again where that takes longer. Cancelled meanwhile, it is in no line and holds nothing."""
-        self._leave(place)
-        place.urgent = False
-        timer = asyncio.get_running_loop().call_later(seconds, self.hurry, place)
+    async def demote_and_requeue(self, slot: Slot, seconds: float) -> None:
+        """Release the slot to urgent callers and acquire it again as a background caller.
+
+        It becomes urgent again after `seconds`. If cancelled meanwhile, it is not queued and holds no slot.
+        """
+        self._release(slot)
+        slot.urgent = False
+        timer = asyncio.get_running_loop().call_later(seconds, self.promote, slot)
         try:
-            await self._enter(place)
+            await self._acquire(slot)
         finally:
             timer.cancel()
 
-    def hurry(self, place: Place) -> None:
-        """Let somebody who stands in line be urgent from now on; who is inside stays what it was."""
-        if not place.urgent and place in self._in_line[False]:
-            self._in_line[False].remove(place)
-            place.urgent = True
-            self._in_line[True].append(place)
+    def promote(self, slot: Slot) -> None:
+        """Make a waiting slot urgent. A slot that is held stays as it is."""
+        if not slot.urgent and slot in self._waiting[False]:
+            self._waiting[False].remove(slot)
+            slot.urgent = True
+            self._waiting[True].append(slot)
             self._admit()
 
-    async def _enter(self, place: Place) -> None:
-        if not self._in_line[place.urgent] and self._has_room(place.urgent):
-            self._let_in(place)
+    async def _acquire(self, slot: Slot) -> None:
+        if not self._waiting[slot.urgent] and self._has_room(slot.urgent):
+            self._hold(slot)
             return
-        place._turn = asyncio.get_running_loop().create_future()
-        self._in_line[place.urgent].append(place)
+        slot._admitted = asyncio.get_running_loop().create_future()
+        self._waiting[slot.urgent].append(slot)
         try:
-            await place._turn
+            await slot._admitted
         except asyncio.CancelledError:
-            if place in self._in_line[place.urgent]:
-                self._in_line[place.urgent].remove(place)
+            if slot in self._waiting[slot.urgent]:
+                self._waiting[slot.urgent].remove(slot)
                 self._admit()
-            else:  # it was let in while it was being cancelled
-                self._leave(place)
+            else:  # admitted while it was being cancelled
+                self._release(slot)
             raise
 
-    def _let_in(self, place: Place) -> None:
-        self._inside[place.urgent] += 1
-        place.is_inside = True
+    def _hold(self, slot: Slot) -> None:
+        self._held[slot.urgent] += 1
+        slot.is_held = True
 
-    def _leave(self, place: Place) -> None:
-        """Leave the room, where it is held."""
-        if place.is_inside:
-            place.is_inside = False
-            self._inside[place.urgent] -= 1
+    def _release(self, slot: Slot) -> None:
+        """Release the slot if it is held."""
+        if slot.is_held:
+            slot.is_held = False
+            self._held[slot.urgent] -= 1
             self._admit()
 
     def _admit(self) -> None:
-        """Let in whoever has room now, the urgent first."""
+        """Admit waiting callers while there are free slots, urgent ones first."""
         for urgent in (True, False):
-            while self._in_line[urgent] and self._has_room(urgent):
-                place = self._in_line[urgent].popleft()
-                self._let_in(place)
-                assert place._turn is not None
-                if not place._turn.done():  # one that was cancelled leaves by itself
-                    place._turn.set_result(None)
+            while self._waiting[urgent] and self._has_room(urgent):
+                slot = self._waiting[urgent].popleft()
+                self._hold(slot)
+                assert slot._admitted is not None
+                if not slot._admitted.done():  # a cancelled waiter releases the slot itself
+                    slot._admitted.set_result(None)
 
     def _has_room(self, urgent: bool) -> bool:
-        if sum(self._inside.values()) >= self._at_once:
+        if sum(self._held.values()) >= self._max_concurrent:
             return False
         if urgent:
             return True
         if self.num_urgent == 0:
-            return self._inside[False] < self._at_once - self._kept
-        return self._inside[False] < max(min(1, self._beside), self._beside + 1 - self.num_urgent)
+            return self._held[False] < self._max_concurrent - self._reserved
+        return self._held[False] < max(
+            min(1, self._max_background_when_urgent), self._max_background_when_urgent + 1 - self.num_urgent
+        )

@@ -1,8 +1,8 @@
-"""The operator's process: two event loops that we own, each in a thread.
+"""Operator process with two event loops, each in its own thread.
 
-In the main thread Kopf and the reconcile loops do the work, only in the process that holds the Lease. What others wait
-for by a deadline, the Lease itself, the webhook and the probes, has a thread, an event loop and connections of its own:
-a burst of edits costs neither the Lease nor a verdict. A process that loses the Lease ends, and its pod starts clean.
+The main thread runs Kopf and the reconcile loops, only while this process holds the Lease. Work with a deadline (Lease,
+webhook, probes) has its own thread, event loop and connections, so a burst of edits delays neither the Lease nor an
+admission review. A process that loses the Lease exits, and its pod restarts with clean state.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS, LeaderLease
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.kube.webhook import Webhook
-from trimtab_operator.reconcile.executor import Hands
-from trimtab_operator.reconcile.gc_tuning import collect_when_quiet
-from trimtab_operator.reconcile.gpu_claims import Stakes
+from trimtab_operator.reconcile.executor import Executor
+from trimtab_operator.reconcile.gc_tuning import collect_garbage_when_idle
+from trimtab_operator.reconcile.gpu_claims import GpuClaims
 from trimtab_operator.reconcile.health import Heartbeats, OperatorMetrics, measure_lag, serve_health, serve_metrics
 from trimtab_operator.reconcile.kopf_handlers import ReconcileLoops, build_registry, build_settings
 from trimtab_operator.reconcile.loop_thread import LoopThread
-from trimtab_operator.reconcile.observer import Eyes
+from trimtab_operator.reconcile.observer import ClusterObserver
 from trimtab_operator.reconcile.reconciler import Reconciler
-from trimtab_operator.reconcile.wakeups import WakeUps
+from trimtab_operator.reconcile.work_queue import WorkQueue
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.spec import KIND
 
 logger = logging.getLogger(__name__)
 
-MAX_SILENCE_SECONDS = 300.0  # a loop that has not ticked for so long is stuck: two tick deadlines and a backoff
-MAX_BLOCKED_SECONDS = 30.0  # a leader whose loops stand still for so long renews no more: ADR-0004
+MAX_TICK_AGE_SECONDS = 300.0  # an older heartbeat is a stuck loop: two tick deadlines and a back-off
+MAX_BLOCKED_SECONDS = 30.0  # a leader with a blocked event loop stops renewing: ADR-0004
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The flags of `trimtab-operator run`."""
+    """Flags of `trimtab-operator run`."""
 
     namespaces: tuple[str, ...]
     operator_namespace: str
@@ -66,69 +66,72 @@ class Options:
 
 
 async def run_operator(options: Options) -> int:
-    """Serve until told to stop (0) or until the Lease is lost or a part ends (1). Raises MisconfiguredOperator."""
+    """Run until stopped. Return 0 after a stop signal, 1 if the Lease is lost or a component ends.
+
+    Raises:
+        MisconfiguredOperator: The CRD is missing or the API server is unreachable.
+    """
     stop = asyncio.Event()
-    _hear_signals(stop)
-    heartbeats = Heartbeats(max_age_seconds=max(MAX_SILENCE_SECONDS, 4 * options.tick_seconds))
+    _handle_signals(stop)
+    heartbeats = Heartbeats(max_age_seconds=max(MAX_TICK_AGE_SECONDS, 4 * options.tick_seconds))
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(Cluster())
-        prompt = await stack.enter_async_context(LoopThread("prompt"))
-        door = await prompt.enter(Cluster())
-        webhook = _webhook(door, options)
-        health = await prompt.run(
+        deadline_thread = await stack.enter_async_context(LoopThread("deadline"))
+        deadline_cluster = await deadline_thread.enter(Cluster())
+        webhook = _webhook(deadline_cluster, options)
+        health = await deadline_thread.run(
             serve_health, options.liveness_port, heartbeats, is_ready=lambda: webhook is None or webhook.is_serving
         )
-        stack.push_async_callback(prompt.run, health.cleanup)
-        pages = await prompt.run(serve_metrics, options.metrics_port, metrics)
-        stack.push_async_callback(prompt.run, pages.cleanup)
-        await _check_installation(cluster)
+        stack.push_async_callback(deadline_thread.run, health.cleanup)
+        pages = await deadline_thread.run(serve_metrics, options.metrics_port, metrics)
+        stack.push_async_callback(deadline_thread.run, pages.cleanup)
+        await _require_crd(cluster)
         background = [measure_lag(heartbeats, metrics)]
         if webhook is not None:
-            server = await prompt.run(webhook.start, options.webhook_port)
-            stack.push_async_callback(prompt.run, server.cleanup)
-            background.append(prompt.run(webhook.keep))
-        async with _running(background):
-            leadership = Leadership(prompt, _lease(door, options, heartbeats))
+            server = await deadline_thread.run(webhook.start, options.webhook_port)
+            stack.push_async_callback(deadline_thread.run, server.cleanup)
+            background.append(deadline_thread.run(webhook.maintain))
+        async with _BackgroundTasks(background):
+            leadership = Leadership(deadline_thread, _lease(deadline_cluster, options, heartbeats))
             code = await _lead(cluster, leadership, options, heartbeats, metrics, stop)
             if webhook is not None:
-                await prompt.run(webhook.leave)
+                await deadline_thread.run(webhook.withdraw)
             return code
 
 
-def _hear_signals(stop: asyncio.Event) -> None:
-    """Let whoever wants the process to end be heard."""
+def _handle_signals(stop: asyncio.Event) -> None:
+    """Set `stop` on SIGTERM and SIGINT."""
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
 
 
 class Leadership:
-    """The Lease, which is acquired, renewed and given back in a thread of its own."""
+    """Lease that is acquired, renewed and released in the deadline thread."""
 
-    def __init__(self, prompt: LoopThread, lease: LeaderLease) -> None:
+    def __init__(self, deadline_thread: LoopThread, lease: LeaderLease) -> None:
         self.lease = lease
-        self._prompt = prompt
+        self._deadline_thread = deadline_thread
         self._keeping: asyncio.Task[None] | None = None
 
     async def acquire(self, stop: asyncio.Event) -> bool:
-        """Wait until the Lease is ours, unless told to stop first; whether it is. It is renewed from then on, whatever
-        the caller does first."""
-        if await _first(self._prompt.run(self._acquire), stop):
+        """Wait until the Lease is held, and renew it from then on. Return False if stopped first."""
+        if await _finishes_before(self._deadline_thread.run(self._acquire), stop):
             return True
-        await self.release()  # it may have become ours in the very moment
+        await self.release()  # it may just have been acquired
         return False
 
-    async def lost(self) -> None:
-        """Wait until the Lease is ours no more."""
-        await self._prompt.run(self._lost)
+    async def wait_until_lost(self) -> None:
+        """Wait until the Lease is no longer held."""
+        await self._deadline_thread.run(self._lost)
 
     async def release(self) -> None:
-        """Renew it no more, and give it back."""
-        await self._prompt.run(self._release)
+        """Stop renewing and release the Lease."""
+        await self._deadline_thread.run(self._release)
 
     async def _acquire(self) -> None:
         await self.lease.acquire()
-        self._keeping = asyncio.create_task(self.lease.keep(), name="lease")
+        self._keeping = asyncio.create_task(self.lease.renew_until_lost(), name="lease")
 
     async def _lost(self) -> None:
         assert self._keeping is not None
@@ -141,22 +144,22 @@ class Leadership:
         await self.lease.release()
 
 
-def _lease(door: Cluster, options: Options, heartbeats: Heartbeats) -> LeaderLease:
+def _lease(deadline_cluster: Cluster, options: Options, heartbeats: Heartbeats) -> LeaderLease:
     return LeaderLease(
-        door,
+        deadline_cluster,
         namespace=options.operator_namespace,
         name=options.lease_name,
         identity=options.identity,
-        may_renew=lambda: heartbeats.ran_within(MAX_BLOCKED_SECONDS),
+        may_renew=lambda: heartbeats.has_run_within(MAX_BLOCKED_SECONDS),
     )
 
 
-def _webhook(door: Cluster, options: Options) -> Webhook | None:
+def _webhook(deadline_cluster: Cluster, options: Options) -> Webhook | None:
     if options.webhook_port == 0:
         return None
     return Webhook(
-        door,
-        Nodes(door),
+        deadline_cluster,
+        Nodes(deadline_cluster),
         namespace=options.operator_namespace,
         service=options.service_name,
         secret=options.webhook_secret_name,
@@ -166,15 +169,19 @@ def _webhook(door: Cluster, options: Options) -> Webhook | None:
     )
 
 
-async def _check_installation(cluster: Cluster) -> None:
-    """Without the CRD, Kopf would wait in silence: say it instead. The pod restarts until it is there."""
+async def _require_crd(cluster: Cluster) -> None:
+    """Check that the CRD is installed: Kopf would wait silently without it. The pod restarts until it is.
+
+    Raises:
+        MisconfiguredOperator: The CRD is missing or the API server is unreachable.
+    """
     try:
         await cluster.list(KIND, None)
     except CONNECTION_ERRORS as error:
         status = getattr(error, "status", None)
         if status == 404:
             raise MisconfiguredOperator(
-                f"the cluster does not know {KIND}; install crds/trimtab.dev_inferencedeployments.yaml"
+                f"the CRD of {KIND} is not installed; apply crds/trimtab.dev_inferencedeployments.yaml"
             ) from error
         if not isinstance(error, API_ERRORS):
             raise MisconfiguredOperator(f"the API server cannot be reached: {error}") from error
@@ -188,19 +195,21 @@ async def _lead(
     metrics: OperatorMetrics,
     stop: asyncio.Event,
 ) -> int:
-    """Wait for the Lease, work while it is ours, give it back."""
+    """Wait for the Lease, run while it is held, then release it."""
     if not await leadership.acquire(stop):
         return 0
     logger.info("leading", extra={"identity": options.identity})
     metrics.leader.set(1)
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(bounded_http.new_client())
-        secret = await cluster.secret(options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()})
+        secret = await cluster.get_or_create_secret(
+            options.operator_namespace, options.secret_name, {SECRET_KEY: new_secret()}
+        )
         is_leading = cluster.may_write = lambda: leadership.lease.is_held
-        wake_ups = WakeUps()
-        cache = cluster.cache = watches.new_cache(options.namespaces, wake_ups.ring)
+        work_queue = WorkQueue()
+        cache = cluster.cache = watches.build_cache(options.namespaces, work_queue.enqueue)
         budget = options.installation.gpu_budget
-        eyes = Eyes(
+        observer = ClusterObserver(
             cluster,
             Nodes(cluster),
             secret[SECRET_KEY],
@@ -212,12 +221,15 @@ async def _lead(
             if options.prometheus is None
             else await stack.enter_async_context(Prometheus(options.prometheus)),
             cache=cache,
-            gpu_claims=None if budget is None else Stakes(budget, wake_ups.ring, cache),
+            gpu_claims=None if budget is None else GpuClaims(budget, work_queue.enqueue, cache),
         )
-        hands = Hands(cluster, metrics, eyes.clock, is_leading)
-        reconciler = Reconciler(eyes, hands, http, heartbeats, wake_ups)
-        background = [watches.keep(cluster, cache), collect_when_quiet(lambda: reconciler.is_waited_for)]
-        await stack.enter_async_context(_running(background))
+        executor = Executor(cluster, metrics, observer.clock, is_leading)
+        reconciler = Reconciler(observer, executor, http, heartbeats, work_queue)
+        background = [
+            watches.run_watches(cluster, cache),
+            collect_garbage_when_idle(lambda: reconciler.has_urgent_work),
+        ]
+        await stack.enter_async_context(_BackgroundTasks(background))
         code = await _work(leadership, reconciler, cache, options, stop)
     metrics.leader.set(0)
     await leadership.release()
@@ -227,13 +239,13 @@ async def _lead(
 async def _work(
     leadership: Leadership, reconciler: Reconciler, cache: Cache, options: Options, stop: asyncio.Event
 ) -> int:
-    """Run Kopf until told to stop (0), or until the Lease is lost or Kopf ends by itself (1)."""
+    """Run Kopf. Return 0 after a stop, 1 if the Lease is lost or Kopf ends by itself."""
     operator = asyncio.create_task(_run_loops(reconciler, cache, options, stop), name="kopf")
-    keeper = asyncio.create_task(leadership.lost(), name="lease")
+    keeper = asyncio.create_task(leadership.wait_until_lost(), name="lease")
     stopper = asyncio.create_task(stop.wait(), name="stop")
     done, _ = await asyncio.wait({operator, keeper, stopper}, return_when=asyncio.FIRST_COMPLETED)
     if keeper in done:
-        logger.error("leadership lost; ending, so that the pod starts clean")
+        logger.error("leadership lost; exiting so that the pod restarts with clean state")
     elif operator in done and stopper not in done:
         error = operator.exception()
         logger.error("the operator's watches ended", exc_info=error)
@@ -246,8 +258,10 @@ async def _work(
 
 
 async def _run_loops(reconciler: Reconciler, cache: Cache, options: Options, stop: asyncio.Event) -> None:
-    """Run Kopf and the reconcile loops it starts, once the children are listed: a loop would otherwise list its own."""
-    if not await _first(watches.first_heard(cache), stop):
+    """Run Kopf and the reconcile loops after the children are listed. Otherwise each loop would list its own
+    children.
+    """
+    if not await _finishes_before(watches.wait_for_first_sync(cache), stop):
         return
     others = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
@@ -258,12 +272,14 @@ async def _run_loops(reconciler: Reconciler, cache: Cache, options: Options, sto
         namespaces=options.namespaces,
         stop_flag=stop,
     )
-    _hear_signals(stop)  # Kopf replaced them. Its stop flag ends it at once, since it has no task of its own to finish
+    _handle_signals(
+        stop
+    )  # Kopf replaced them. Its stop flag ends it at once, since it has no task of its own to finish
     await kopf.run_tasks(tasks, ignored=others)
 
 
-async def _first(awaited: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
-    """Wait for a coroutine unless told to stop first; whether it finished."""
+async def _finishes_before(awaited: Coroutine[None, None, None], stop: asyncio.Event) -> bool:
+    """Wait for a coroutine or for `stop`. Return True if the coroutine finished first."""
     work = asyncio.create_task(awaited)
     stopper = asyncio.create_task(stop.wait())
     await asyncio.wait({work, stopper}, return_when=asyncio.FIRST_COMPLETED)
@@ -275,8 +291,8 @@ async def _first(awaited: Coroutine[None, None, None], stop: asyncio.Event) -> b
     return False
 
 
-class _running:
-    """Background coroutines that live as long as the block, and that nobody waits for."""
+class _BackgroundTasks:
+    """Background coroutines that run for the duration of a context and are cancelled at its end."""
 
     def __init__(self, coroutines: list[Coroutine[None, None, None]]) -> None:
         self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]

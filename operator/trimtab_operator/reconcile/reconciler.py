@@ -1,7 +1,7 @@
-"""One loop per resource: look → turn → act, then wait for a wake-up or the next tick.
+"""Reconcile loop, one per resource: observe, plan, apply, then wait for a wake-up or the next tick.
 
-The decisions are elsewhere and pure. A tick that fails is logged, shown in the status when it keeps failing, and tried
-again; it never ends the loop.
+Decisions are pure functions elsewhere. A failed tick is logged, retried with back-off, and reported in the status if it
+keeps failing. It never ends the loop.
 """
 
 from __future__ import annotations
@@ -15,316 +15,357 @@ from typing import Any
 
 import aiohttp
 
-from trimtab_operator.engines.poller import Engines
+from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.kube.client import API_ERRORS
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
-from trimtab_operator.kube.rbac import missing_right
+from trimtab_operator.kube.rbac import missing_permission
 from trimtab_operator.planning.idle import IdleState, detect_idle, replay_idle_period
 from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile, status_inputs_after_error
 from trimtab_operator.planning.preconditions import preconditions_of
 from trimtab_operator.planning.snapshot import ClusterSnapshot
 from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.planning.status_inputs import StatusInputs
-from trimtab_operator.reconcile.executor import Hands, one_line
+from trimtab_operator.reconcile.executor import Executor, format_error
 from trimtab_operator.reconcile.health import Heartbeats
-from trimtab_operator.reconcile.observer import Eyes, Key
-from trimtab_operator.reconcile.priority_limiter import Lanes, Place
-from trimtab_operator.reconcile.wakeups import WakeUps
+from trimtab_operator.reconcile.observer import ClusterObserver, Key
+from trimtab_operator.reconcile.priority_limiter import PriorityLimiter, Slot
+from trimtab_operator.reconcile.work_queue import WorkQueue
 from trimtab_operator.report.conditions import Reason
 
 logger = logging.getLogger(__name__)
 
-BUSY_TICK_SECONDS = 5.0  # while something moves: load progress and readiness should show soon
-TICK_DEADLINE_SECONDS = 120.0  # a tick that takes longer hangs; it is abandoned and begun anew
-RESTING_SECONDS = 60.0  # between looks at a resource that is well, whose engines nobody tunes and whose children ring
-MAX_BACKOFF_SECONDS = 60.0  # between ticks that fail
-FAILURES_TO_SHOW = 3  # in a row, before the status says so: one lost connection is no news
-GATHER_SECONDS = 0.2  # wake-ups come in bursts: one tick serves all
-GATHER_EDITS_SECONDS = 0.05  # what somebody waits for is one write, or two
-STAKES_TRIED = 5  # times that others may take a part of the GPU budget while a turn is taken
-MAX_TICKS_AT_ONCE = 32  # a thousand at once would all be late
-TOLD_SECONDS = 20.0  # for which what a tick has done may go untold while others do what they were asked for
-BRIEF_SECONDS = 0.02  # of processor time: a turn that took no longer needs no thread of its own
-MAX_BESIDE_EDITS = 3  # of the ticks that nobody waits for, beside one that somebody waits for; beside many, one
-UNREAD_SECONDS = 10.0  # for which pages of engines at rest may go unread then: half of what their last word stands for
-MAX_TURNS_AT_ONCE = 3  # a turn may predict for a second: it is taken beside the event loop, which must get its share
+BUSY_TICK_SECONDS = 5.0  # while progressing: load progress and readiness should be visible soon
+TICK_DEADLINE_SECONDS = 120.0  # a longer tick is considered hung and is restarted
+# Between observations of a healthy resource without tuning, whose children are watched.
+IDLE_RECONCILE_SECONDS = 60.0
+MAX_BACKOFF_SECONDS = 60.0  # between failing ticks
+MIN_FAILURES_TO_REPORT = 3  # consecutive, before the status shows them: one lost connection is not worth reporting
+WAKEUP_BATCH_SECONDS = 0.2  # wake-ups arrive in bursts: one tick serves all
+EDIT_BATCH_SECONDS = 0.05  # a user-initiated change is one write, or two
+MAX_RESERVATION_ATTEMPTS = 5  # other resources may change the GPU claims while a plan is computed
+MAX_CONCURRENT_TICKS = 32  # with a thousand concurrent ticks, all would be late
+MAX_STATUS_DELAY_SECONDS = 20.0  # of a completed tick, while urgent ticks run
+INLINE_PLAN_SECONDS = 0.02  # CPU time: a faster plan needs no thread
+MAX_BACKGROUND_TICKS_WHEN_URGENT = 3  # with one urgent tick; fewer with more, but at least one
+MAX_UNREAD_METRICS_SECONDS = 10.0  # of idle engines while crowded: half of STALE_STATUS_SECONDS
+MAX_CONCURRENT_PLANS = 3  # a prediction may take a second; the event loop needs its share of the CPU
 
 
 @dataclass(slots=True)
-class Loop:
-    """What one loop has: its resource, its engines, what it remembers, and how it fares."""
+class ReconcileLoop:
+    """State of one loop: its resource, engines, reconciler state and failure count."""
 
     key: Key
-    engines: Engines
+    engines: EnginePoller
     state: ReconcilerState = field(default_factory=ReconcilerState)
     failures: int = 0
-    """Ticks that failed, in a row."""
-    decided: tuple[ClusterSnapshot, ReconcilePlan] | None = None
-    """What this tick saw and decided, as far as it has come."""
-    rest: IdleState | None = None
-    """What the last tick left behind, where nothing happens."""
+    """Consecutive failed ticks."""
+    plan: tuple[ClusterSnapshot, ReconcilePlan] | None = None
+    """The snapshot and plan of the current tick. None before it was planned."""
+    idle: IdleState | None = None
+    """The idle state after the last tick. None if the resource is not idle."""
     generation: int | None = None
-    """Of the spec by which it ticked last of those that no status spoke of, whatever came of it."""
-    turn_seconds: float | None = None
-    """Processor time of the last turn; None: none was taken yet."""
-    owes_status: bool = False
-    """Whether the last tick left its status to this one."""
-    place: Place = field(default_factory=Place)
-    """Of this tick, in the line of all; urgent while it brings about what somebody has just asked for."""
+    """The last generation a tick was started for before a status observed it, even if the tick failed."""
+    plan_seconds: float | None = None
+    """CPU time of the last plan. None if there was none yet."""
+    is_status_deferred: bool = False
+    """True if the last tick left its status to this one."""
+    slot: Slot = field(default_factory=Slot)
+    """The limiter slot of this tick; urgent while it applies a user-initiated change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconciler:
-    """What all loops share."""
+    """Parts shared by all loops."""
 
-    eyes: Eyes
-    hands: Hands
+    observer: ClusterObserver
+    executor: Executor
     http: aiohttp.ClientSession
     heartbeats: Heartbeats
-    wake_ups: WakeUps
-    _ticking: Lanes = field(default_factory=lambda: Lanes(MAX_TICKS_AT_ONCE, beside=MAX_BESIDE_EDITS))
-    _thinking: Lanes = field(default_factory=lambda: Lanes(MAX_TURNS_AT_ONCE, beside=1, kept=1))
+    work_queue: WorkQueue
+    _tick_limiter: PriorityLimiter = field(
+        default_factory=lambda: PriorityLimiter(
+            MAX_CONCURRENT_TICKS, max_background_when_urgent=MAX_BACKGROUND_TICKS_WHEN_URGENT
+        )
+    )
+    _plan_limiter: PriorityLimiter = field(
+        default_factory=lambda: PriorityLimiter(MAX_CONCURRENT_PLANS, max_background_when_urgent=1, reserved=1)
+    )
 
-    def loop_of(self, key: Key) -> Loop:
-        """A loop that has not ticked yet."""
-        engines = Engines(self.http, self.eyes.clock, prometheus=self.eyes.prometheus, may_write=self.hands.is_leading)
-        return Loop(key, engines)
+    def new_loop(self, key: Key) -> ReconcileLoop:
+        """Return a loop that has not ticked yet."""
+        engines = EnginePoller(
+            self.http, self.observer.clock, prometheus=self.observer.prometheus, may_write=self.executor.is_leading
+        )
+        return ReconcileLoop(key, engines)
 
     async def run(self, namespace: str, name: str, uid: str) -> None:
-        """Serve one resource until it is gone. What is known under its name stays where a namesake has it by now."""
-        loop = self.loop_of(Key(namespace, name, uid))
-        alarm = self.wake_ups.of(namespace, name)
-        rang, is_gone = True, False
+        """Reconcile one resource until it is deleted. State under its name is kept if a new resource with the same
+        name uses it.
+        """
+        loop = self.new_loop(Key(namespace, name, uid))
+        event = self.work_queue.register(namespace, name)
+        is_enqueued, is_gone = True, False
         try:
             while True:
-                alarm.clear()
+                event.clear()
                 self.heartbeats.beat(str(loop.key))
-                if rang or not await self.rests(loop):
+                if is_enqueued or not await self.is_idle(loop):
                     delay = await self.guarded_tick(loop)
-                if rang := await _rang(alarm, delay):
-                    await asyncio.sleep(GATHER_EDITS_SECONDS if self._is_asked_anew(loop) else GATHER_SECONDS)
+                if is_enqueued := await _wait_for_event(event, delay):
+                    await asyncio.sleep(EDIT_BATCH_SECONDS if self._has_new_spec(loop) else WAKEUP_BATCH_SECONDS)
         except Gone:
             is_gone = True
-            logger.info("resource is gone; its children follow by ownership", extra={"resource": str(loop.key)})
+            logger.info("resource was deleted; Kubernetes deletes its children", extra={"resource": str(loop.key)})
         finally:
             loop.engines.close()
-            self.hands.forget(loop.key.uid)
-            if self.wake_ups.forget(namespace, name, alarm):
+            self.executor.forget(loop.key.uid)
+            if self.work_queue.forget(namespace, name, event):
                 self._forget(loop.key, is_gone=is_gone)
 
     def _forget(self, key: Key, *, is_gone: bool) -> None:
-        """Drop what is known of a resource that no loop serves any more, all of it where it is gone."""
+        """Drop the state of a resource that no loop serves any more; metrics and cached state only if it was
+        deleted.
+        """
         self.heartbeats.forget(str(key))
         if is_gone:
-            self.hands.metrics.forget(key.namespace, key.name)
-            self.eyes.forget(key)
+            self.executor.metrics.forget(key.namespace, key.name)
+            self.observer.forget(key)
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether something that somebody asked for is still to be brought about."""
-        return self._ticking.num_urgent > 0
+    def has_urgent_work(self) -> bool:
+        """Return True if a user-initiated change has not been applied yet."""
+        return self._tick_limiter.num_urgent > 0
 
-    async def rests(self, loop: Loop) -> bool:
-        """Whether nothing has happened since the last tick that nobody rang for, and the next look can wait. While
-        many wait for what they asked for, a page may go unread if it is read in time by the next tick."""
-        rest, now = loop.rest, self.eyes.clock()
-        if rest is None or now >= rest.until:
+    async def is_idle(self, loop: ReconcileLoop) -> bool:
+        """Return True if nothing changed since the last tick and the next observation can wait.
+
+        While many urgent changes wait, the metrics of idle engines are not read as long as the next tick reads them in
+        time.
+        """
+        idle, now = loop.idle, self.observer.clock()
+        if idle is None or now >= idle.until:
             return False
-        if self._ticking.is_crowded and 0 <= now + self.eyes.tick_seconds - rest.seen_at <= UNREAD_SECONDS:
+        if (
+            self._tick_limiter.is_crowded
+            and 0 <= now + self.observer.tick_seconds - idle.seen_at <= MAX_UNREAD_METRICS_SECONDS
+        ):
             return True
-        if not await loop.engines.say_the_same(rest.engines):
+        if not await loop.engines.are_metrics_unchanged(idle.engines):
             return False
-        loop.rest = rest.seen_again(self.eyes.clock())
+        loop.idle = idle.seen_again(self.observer.clock())
         return True
 
-    async def tick(self, loop: Loop) -> float:
-        """Bring the resource one step nearer to what is wanted; seconds until the next tick."""
-        rest, loop.rest, is_hurried = loop.rest, None, loop.place.urgent
-        snapshot = await self.eyes.look(loop.key, loop.state, loop.engines, believes_last_words=is_hurried)
-        if rest is not None and rest.has_ended(snapshot):
-            async with self._thinking.entered(Place(loop.place.urgent)):
-                loop.state = await asyncio.to_thread(replay_idle_period, rest, loop.state)
-        snapshot, decided = await self._confirmed(loop, snapshot, await self._decided(loop, snapshot))
-        snapshot, decided = await self._staked(loop, snapshot, decided)
-        loop.decided = snapshot, decided
-        await self.hands.persist_state(snapshot, decided)
-        loop.state = decided.state  # only now: what could not be written is decided again
-        before = self.hands.said(snapshot.deployment)
-        leaves_it = not loop.owes_status and _is_soon_said_better(snapshot, decided)
-        done = await self.hands.act(snapshot, decided, loop.engines)
-        await self._let_others_act(loop)
-        status = await self.hands.report(snapshot, decided, done, is_status_due=not leaves_it)
-        loop.owes_status = leaves_it
-        loop.state = replace(decided.state, repeated_applies=decided.repeated_applies)
-        if not decided.is_idle or _is_moving(status):
-            return min(BUSY_TICK_SECONDS, self.eyes.tick_seconds)
-        if is_hurried:  # the engines were not asked
-            return self.eyes.tick_seconds
-        if _may_rest(snapshot, status):
-            return RESTING_SECONDS
-        loop.rest = detect_idle(snapshot, decided, status, before=before)
-        return self.eyes.tick_seconds
+    async def tick(self, loop: ReconcileLoop) -> float:
+        """Run one reconcile iteration. Return the seconds until the next one."""
+        idle, loop.idle, is_urgent = loop.idle, None, loop.slot.urgent
+        snapshot = await self.observer.observe(loop.key, loop.state, loop.engines, allow_stale_engine_status=is_urgent)
+        if idle is not None and idle.has_ended(snapshot):
+            async with self._plan_limiter.acquire(Slot(loop.slot.urgent)):
+                loop.state = await asyncio.to_thread(replay_idle_period, idle, loop.state)
+        snapshot, plan = await self._revalidate(loop, snapshot, await self._plan(loop, snapshot))
+        snapshot, plan = await self._reserve_gpus(loop, snapshot, plan)
+        loop.plan = snapshot, plan
+        await self.executor.persist_state(snapshot, plan)
+        loop.state = plan.state  # only now: a state that could not be written is planned again
+        before = self.executor.last_status(snapshot.deployment)
+        is_deferred = not loop.is_status_deferred and _should_defer_status(snapshot, plan)
+        done = await self.executor.apply(snapshot, plan, loop.engines)
+        await self._yield_to_urgent(loop)
+        status = await self.executor.update_status(snapshot, plan, done, is_status_due=not is_deferred)
+        loop.is_status_deferred = is_deferred
+        loop.state = replace(plan.state, repeated_applies=plan.repeated_applies)
+        if not plan.is_idle or _is_progressing(status):
+            return min(BUSY_TICK_SECONDS, self.observer.tick_seconds)
+        if is_urgent:  # the engines were not polled
+            return self.observer.tick_seconds
+        if _can_reconcile_rarely(snapshot, status):
+            return IDLE_RECONCILE_SECONDS
+        loop.idle = detect_idle(snapshot, plan, status, before=before)
+        return self.observer.tick_seconds
 
-    async def _let_others_act(self, loop: Loop) -> None:
-        """What was asked for is done: telling of it waits while what others have asked for is not. Who is asked anew by
-        now stays in front, to be done with this tick."""
-        if self._ticking.is_waited_for(loop.place) and not self._is_asked_anew(loop):
-            self.heartbeats.wait_in_line(str(loop.key))
+    async def _yield_to_urgent(self, loop: ReconcileLoop) -> None:
+        """Let urgent ticks run before this one reports its result. Keep the slot if a new spec of this resource was
+        written meanwhile.
+        """
+        if self._tick_limiter.should_yield(loop.slot) and not self._has_new_spec(loop):
+            self.heartbeats.mark_waiting(str(loop.key))
             try:
-                await self._ticking.step_back(loop.place, TOLD_SECONDS)
+                await self._tick_limiter.demote_and_requeue(loop.slot, MAX_STATUS_DELAY_SECONDS)
             finally:
                 self.heartbeats.beat(str(loop.key))
 
-    async def _confirmed(
-        self, loop: Loop, snapshot: ClusterSnapshot, decided: ReconcilePlan
+    async def _revalidate(
+        self, loop: ReconcileLoop, snapshot: ClusterSnapshot, plan: ReconcilePlan
     ) -> tuple[ClusterSnapshot, ReconcilePlan]:
-        """Make sure of what a turn rests on; where the cache lagged, decide again by what is so now."""
-        grounds = preconditions_of(snapshot, decided)
-        if not grounds:
-            return snapshot, decided
-        seen = await self.eyes.confirmed(loop.key, snapshot, grounds)
-        return (snapshot, decided) if seen is snapshot else (seen, await self._decided(loop, seen))
+        """Check the preconditions of the plan. If they changed, plan again with a current snapshot."""
+        preconditions = preconditions_of(snapshot, plan)
+        if not preconditions:
+            return snapshot, plan
+        seen = await self.observer.revalidate(loop.key, snapshot, preconditions)
+        return (snapshot, plan) if seen is snapshot else (seen, await self._plan(loop, seen))
 
-    async def _staked(
-        self, loop: Loop, snapshot: ClusterSnapshot, decided: ReconcilePlan
+    async def _reserve_gpus(
+        self, loop: ReconcileLoop, snapshot: ClusterSnapshot, plan: ReconcilePlan
     ) -> tuple[ClusterSnapshot, ReconcilePlan]:
-        """Take what was decided out of the GPU budget; where others took it meanwhile, decide again beside them."""
-        gpu_claims = self.eyes.gpu_claims
-        for _ in range(STAKES_TRIED):
-            gpu_claim = decided.gpu_claim
+        """Reserve the planned GPUs. If other resources reserved them meanwhile, plan again with the new claims.
+
+        Raises:
+            NotYet: All MAX_RESERVATION_ATTEMPTS attempts failed.
+        """
+        gpu_claims = self.observer.gpu_claims
+        for _ in range(MAX_RESERVATION_ATTEMPTS):
+            gpu_claim = plan.gpu_claim
             if gpu_claims is None or gpu_claim is None:
-                return snapshot, decided
-            if gpu_claims.put(gpu_claim, decided.claimed_replicas, beside=decided.num_surge, grows=decided.grows):
-                return snapshot, decided
-            snapshot = self.eyes.with_stakes(loop.key, snapshot)
-            snapshot, decided = await self._confirmed(loop, snapshot, await self._decided(loop, snapshot))
-        raise NotYet("the GPU budget is being shared out anew; it is looked at again in a moment")
+                return snapshot, plan
+            if gpu_claims.reserve(gpu_claim, plan.claimed_replicas, beside=plan.num_surge, grows=plan.grows):
+                return snapshot, plan
+            snapshot = self.observer.with_gpu_claims(loop.key, snapshot)
+            snapshot, plan = await self._revalidate(loop, snapshot, await self._plan(loop, snapshot))
+        raise NotYet("the GPU claims of other resources keep changing; the reservation is retried")
 
-    async def _decided(self, loop: Loop, snapshot: ClusterSnapshot) -> ReconcilePlan:
-        """Take a turn: here, where it is brief, else beside the event loop. A thread that computes keeps the loop from
-        each answer for milliseconds: what is brief costs all others less when it is taken in one go."""
-        if loop.turn_seconds is not None and loop.turn_seconds <= BRIEF_SECONDS and _foresees_nothing(snapshot):
-            found, loop.turn_seconds = _timed_turn(snapshot, loop.state)
+    async def _plan(self, loop: ReconcileLoop, snapshot: ClusterSnapshot) -> ReconcilePlan:
+        """Plan inline if the last plan was fast, else in a thread.
+
+        A computing thread delays the event loop by milliseconds at each response (GIL), so a fast plan costs less
+        inline.
+        """
+        if (
+            loop.plan_seconds is not None
+            and loop.plan_seconds <= INLINE_PLAN_SECONDS
+            and _needs_no_prediction(snapshot)
+        ):
+            found, loop.plan_seconds = _timed_plan(snapshot, loop.state)
             return found
-        async with self._thinking.entered(Place(loop.place.urgent)):
-            found, loop.turn_seconds = await asyncio.to_thread(_timed_turn, snapshot, loop.state)
+        async with self._plan_limiter.acquire(Slot(loop.slot.urgent)):
+            found, loop.plan_seconds = await asyncio.to_thread(_timed_plan, snapshot, loop.state)
         return found
 
-    async def guarded_tick(self, loop: Loop) -> float:
-        """Tick once, when it is its turn; seconds until the next. Errors end here, except that the resource is gone."""
-        place = Place(self._is_asked_anew(loop))
+    async def guarded_tick(self, loop: ReconcileLoop) -> float:
+        """Tick once when a slot is free. Return the seconds until the next tick. Handles all errors except Gone."""
+        slot = Slot(self._has_new_spec(loop))
 
-        def listen() -> None:
-            if not place.urgent and self._is_asked_anew(loop):
-                self._ticking.hurry(place)
+        def promote_if_edited() -> None:
+            if not slot.urgent and self._has_new_spec(loop):
+                self._tick_limiter.promote(slot)
 
-        self.heartbeats.wait_in_line(str(loop.key))
-        with self.wake_ups.listening(loop.key.namespace, loop.key.name, listen):
-            async with self._ticking.entered(place):
+        self.heartbeats.mark_waiting(str(loop.key))
+        with self.work_queue.notify_on_enqueue(loop.key.namespace, loop.key.name, promote_if_edited):
+            async with self._tick_limiter.acquire(slot):
                 self.heartbeats.beat(str(loop.key))
-                loop.place, loop.generation = place, self.eyes.unanswered(loop.key) or loop.generation
+                loop.slot, loop.generation = slot, self.observer.pending_generation(loop.key) or loop.generation
                 return await self._guarded_tick(loop)
 
-    def _is_asked_anew(self, loop: Loop) -> bool:
-        """Whether a spec was written by which this loop has not ticked yet."""
-        return self.eyes.unanswered(loop.key) not in (None, loop.generation)
+    def _has_new_spec(self, loop: ReconcileLoop) -> bool:
+        """Return True if a spec was written that this loop has not reconciled yet."""
+        return self.observer.pending_generation(loop.key) not in (None, loop.generation)
 
-    async def _guarded_tick(self, loop: Loop) -> float:
-        loop.decided = None
+    async def _guarded_tick(self, loop: ReconcileLoop) -> float:
+        loop.plan = None
         try:
-            with self.hands.metrics.reconcile_seconds.time():
+            with self.executor.metrics.reconcile_seconds.time():
                 async with asyncio.timeout(TICK_DEADLINE_SECONDS):
                     delay = await self.tick(loop)
-            loop.failures, loop.decided = 0, None
+            loop.failures, loop.plan = 0, None
         except Gone:
             raise
         except Exception as error:
             loop.failures += 1
-            self.hands.metrics.reconcile_errors.labels(error=type(error).__name__).inc()
+            self.executor.metrics.reconcile_errors.labels(error=type(error).__name__).inc()
             is_expected = isinstance(error, (*CONNECTION_ERRORS, NameTaken, NotLeading, NotYet))
             logger.log(
                 logging.WARNING if is_expected else logging.ERROR,
                 "tick failed",
-                extra={"resource": str(loop.key), "error": one_line(error), "failures": loop.failures},
+                extra={"resource": str(loop.key), "error": format_error(error), "failures": loop.failures},
                 exc_info=None if is_expected else error,
             )
-            await self._show(loop, error)
+            await self._report_failure(loop, error)
             return float(min(MAX_BACKOFF_SECONDS, BUSY_TICK_SECONDS * 2 ** min(loop.failures - 1, 6)))
         return delay
 
-    async def _show(self, loop: Loop, error: Exception) -> None:
-        """Say in the status why nothing moves: at once when the user must act, else when it keeps failing."""
-        reason = _reason_of(error)
-        if reason is Reason.RECONCILE_ERROR and loop.failures < FAILURES_TO_SHOW:
+    async def _report_failure(self, loop: ReconcileLoop, error: Exception) -> None:
+        """Write the failure into the status: at once if a user must act, else after MIN_FAILURES_TO_REPORT failures."""
+        reason = _failure_reason(error)
+        if reason is Reason.RECONCILE_ERROR and loop.failures < MIN_FAILURES_TO_REPORT:
             return
-        problem = reason, one_line(error)
+        problem = reason, format_error(error)
         try:
             async with asyncio.timeout(TICK_DEADLINE_SECONDS):
                 try:
-                    snapshot, status_inputs = await self._findings(loop, problem)
+                    snapshot, status_inputs = await self._failure_status_inputs(loop, problem)
                 except API_ERRORS:
-                    await self.hands.write_in_the_dark(await self.eyes.resource(loop.key), problem)
+                    await self.executor.write_error_status(await self.observer.get_deployment(loop.key), problem)
                 else:
-                    await self.hands.write_status(snapshot.deployment, status_inputs)
-        except Exception as second:  # whatever failed once may fail here again; the loop must go on
+                    await self.executor.write_status(snapshot.deployment, status_inputs)
+        except Exception as report_error:  # the same failure may occur here again; the loop must continue
             logger.warning(
-                "the failure could not be shown", extra={"resource": str(loop.key), "error": one_line(second)}
+                "the failure could not be written to the status",
+                extra={"resource": str(loop.key), "error": format_error(report_error)},
             )
 
-    async def _findings(self, loop: Loop, problem: tuple[str, str]) -> tuple[ClusterSnapshot, StatusInputs]:
-        """What is known beside the problem: what the tick found, or what can be seen at a glance."""
-        if loop.decided is not None:
-            snapshot, decided = loop.decided
-            return snapshot, replace(decided.status_inputs, problem=problem)
-        snapshot = await self.eyes.glance(loop.key)
+    async def _failure_status_inputs(
+        self, loop: ReconcileLoop, problem: tuple[str, str]
+    ) -> tuple[ClusterSnapshot, StatusInputs]:
+        """Return the snapshot and status inputs for a failed tick: those of the tick if it got that far, else fresh
+        ones.
+        """
+        if loop.plan is not None:
+            snapshot, plan = loop.plan
+            return snapshot, replace(plan.status_inputs, problem=problem)
+        snapshot = await self.observer.read_resource(loop.key)
         return snapshot, status_inputs_after_error(snapshot, loop.state, problem)
 
 
-def _timed_turn(snapshot: ClusterSnapshot, state: ReconcilerState) -> tuple[ReconcilePlan, float]:
+def _timed_plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> tuple[ReconcilePlan, float]:
     began = time.thread_time()
     return plan_reconcile(snapshot, state), time.thread_time() - began
 
 
-def _foresees_nothing(snapshot: ClusterSnapshot) -> bool:
-    """Whether the tuner has no reason to predict anything: nobody is served, and replicas do not follow a load."""
-    gauges = [said.sample.gauges for said in snapshot.engines.values() if said.sample is not None]
+def _needs_no_prediction(snapshot: ClusterSnapshot) -> bool:
+    """Return True if the tuner has nothing to predict: no engine has requests, and replicas do not follow the load."""
+    gauges = [seen.sample.gauges for seen in snapshot.engines.values() if seen.sample is not None]
     return snapshot.deployment.spec.scaling is None and not any(now.running or now.waiting for now in gauges)
 
 
-def _reason_of(error: Exception) -> Reason:
-    """Why nothing moves. What only its owner or an administrator can mend is told at once."""
+def _failure_reason(error: Exception) -> Reason:
+    """Return the condition reason of an error. Name conflicts and missing permissions need a user and get their own."""
     if isinstance(error, NameTaken):
         return Reason.NAME_CONFLICT
-    return Reason.RECONCILE_ERROR if missing_right(error) is None else Reason.FORBIDDEN
+    return Reason.RECONCILE_ERROR if missing_permission(error) is None else Reason.FORBIDDEN
 
 
-def _is_soon_said_better(snapshot: ClusterSnapshot, decided: ReconcilePlan) -> bool:
-    """Whether the status can be left to the next look, which watches ring for at once: replicas that are removed here
-    are not there any more then. A spec that no status speaks of yet is answered now."""
+def _should_defer_status(snapshot: ClusterSnapshot, plan: ReconcilePlan) -> bool:
+    """Return True if the next iteration can write the status.
+
+    Removed replicas trigger it at once through their watch. A generation that is not observed yet is reported now, and
+    so are engine patches.
+    """
     is_answered = snapshot.deployment.status.get("observedGeneration") == snapshot.deployment.generation
-    is_quiet = is_answered and not decided.patches  # what engines are told shows at once
-    return decided.removes_replicas and is_quiet and snapshot.cached_resource is not None
+    is_quiet = is_answered and not plan.patches  # patches are visible at once
+    return plan.removes_replicas and is_quiet and snapshot.cached_resource is not None
 
 
-def _is_moving(status: Mapping[str, Any]) -> bool:
+def _is_progressing(status: Mapping[str, Any]) -> bool:
     by_type = {c["type"]: c for c in status["conditions"]}
     return bool(by_type["Progressing"]["status"] == "True" or by_type["TuningActive"]["reason"] == "NotYetApplied")
 
 
-def _may_rest(snapshot: ClusterSnapshot, status: Mapping[str, Any]) -> bool:
-    """Whether nothing is missed by looking seldom: what happens to the children rings, and nobody watches engines."""
+def _can_reconcile_rarely(snapshot: ClusterSnapshot, status: Mapping[str, Any]) -> bool:
+    """Return True if the engines need no polling: child changes enqueue the resource, and neither tuning nor scaling
+    is active.
+    """
     spec = snapshot.deployment.spec
     by_type = {c["type"]: c["status"] for c in status["conditions"]}
     is_well = by_type["Ready"] == "True" and by_type["Degraded"] == "False"
     return snapshot.cached_resource is not None and is_well and spec.tuning.mode == "Off" and spec.scaling is None
 
 
-async def _rang(alarm: asyncio.Event, seconds: float) -> bool:
-    """Wait until the alarm rings or time is up; whether it rang."""
+async def _wait_for_event(event: asyncio.Event, seconds: float) -> bool:
+    """Return True if the event is set before the timeout."""
     try:
         async with asyncio.timeout(seconds):
-            await alarm.wait()
+            await event.wait()
     except TimeoutError:
-        return alarm.is_set()  # it may have rung just as time was up, and whoever clears it must look
+        return event.is_set()  # it may be set just at the timeout, and the caller clears it
     return True

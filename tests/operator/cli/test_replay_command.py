@@ -1,4 +1,4 @@
-"""`trimtab replay`: files or a Prometheus in, a comparison out; a bad file is answered with its line and reason."""
+"""`trimtab replay`: recordings from files and Prometheus, comparison, and input errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def resource(tmp_path: Path) -> Path:
 
 
 def lived(ticks: int = 12) -> tuple[list[Tick], list[Decision]]:
-    """A loop as it ran: preemptions, and what was decided of them."""
+    """Return a recorded run with preemptions and its decisions."""
     settings = Settings(Mode.AUTO, starts=PARAMETERS, pace=Pace(tick_seconds=TICK))
     memory, values, generation = TunerState(), dict(PARAMETERS), 1
     seen: list[Tick] = []
@@ -79,7 +79,7 @@ def write_looks(path: Path, ticks: list[Tick]) -> Path:
 
 
 def write_range(path: Path, ticks: list[Tick]) -> Path:
-    """What Prometheus answers to a query with a range."""
+    """Return the response of Prometheus to a range query."""
     found: dict[tuple[str, tuple[tuple[str, str], ...]], list[list[Any]]] = {}
     for tick in ticks:
         (look,) = tick.snapshots

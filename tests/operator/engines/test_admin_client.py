@@ -1,4 +1,4 @@
-"""The typed client of the admin API, against a real server that answers as the contract says."""
+"""Typed client of the admin API, against a real server that implements the contract."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab_operator.engines.admin_client import (
     Stale,
     Unauthorized,
 )
-from trimtab_operator.engines.http import TooLarge, TooSlow, Unreachable, fetch, pod_url
+from trimtab_operator.engines.http import RequestTimeout, TooLarge, Unreachable, fetch, pod_url
 from trimtab_operator.observed.actions import LiveValues
 from trimtab_operator.observed.engines import ReportedScheduling
 from trimtab_operator.tuner.parameters import FieldRange, Parameter
@@ -102,7 +102,7 @@ async def test_a_stale_generation_is_named_with_the_present_one(client: EngineCl
     assert await client.patch({Parameter.MAX_NUM_SEQS: 16}, if_match=4) == Stale(5, "stale")
 
 
-async def test_a_value_outside_its_bounds_comes_back_with_the_nearest_one(client: EngineClient) -> None:
+async def test_out_of_bounds_value_returns_nearest(client: EngineClient) -> None:
     refused = await client.patch({Parameter.GPU_MEMORY_UTILIZATION: 0.99})
     assert refused == OutOfBounds(
         "gpu_memory_utilization", 0.99, 0.7, 0.95, 0.95, "gpu_memory_utilization is 0.99: the cap is 0.95"
@@ -146,24 +146,22 @@ async def test_draining_reports_what_is_left(client: EngineClient) -> None:
     assert (progress.remaining_requests, progress.eta_seconds) == (8, 4.5)
 
 
-async def test_nobody_listening_is_unreachable(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
+async def test_closed_port_is_unreachable(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     answer = await EngineClient(http, "http://127.0.0.1:1", "right").memory()
     assert isinstance(answer, Unreachable)
     assert answer.message.startswith("http://127.0.0.1:1/admin/v1/memory: no connection: ")
 
 
-async def test_an_engine_that_does_not_answer_costs_no_more_than_the_deadline(
-    engine: ContractEngine, http: aiohttp.ClientSession
-) -> None:
+async def test_hung_engine_times_out(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     engine.hangs = True
     answer = await fetch(http, "GET", f"{engine.url}/metrics", deadline_seconds=0.05)
-    assert answer == TooSlow(f"{engine.url}/metrics: no answer within 0.05 s")
+    assert answer == RequestTimeout(f"{engine.url}/metrics: no response within 0.05 s")
 
 
 async def test_an_endless_answer_is_cut_off(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     engine.metrics = "x" * 100_000
     answer = await fetch(http, "GET", f"{engine.url}/metrics", max_bytes=50_000)
-    assert answer == TooLarge(f"{engine.url}/metrics: the answer is larger than 50,000 bytes")
+    assert answer == TooLarge(f"{engine.url}/metrics: the response is larger than 50,000 bytes")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One tenant's engines may hang, lie and flood: it costs the others nothing, and the operator little memory."""
+"""Hostile engines hang, lie and flood without affecting other tenants or the operator's memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.engines.http import MAX_BODY_BYTES, Reply, Unreachable, fetch, new_client
-from trimtab_operator.engines.poller import MAX_ASKED_AT_ONCE, Engines
+from trimtab_operator.engines.poller import MAX_CONCURRENT_POLLS, EnginePoller
 from trimtab_operator.engines.scrape import MAX_METRICS_BYTES, scrape
 from trimtab_operator.observed.engines import EngineTarget
 
@@ -79,7 +79,7 @@ async def test_the_largest_page_of_metrics_does_not_stall_the_loop(line: str, ht
         return web.Response(text=page)
 
     async def longest_stall() -> float:
-        """By the processor time of the loop's own thread: a busy machine does not count."""
+        """Measure by the CPU time of the loop's thread, independent of the machine's load."""
         longest, before = 0.0, time.thread_time()
         while not done.is_set():
             await asyncio.sleep(0.001)
@@ -117,7 +117,7 @@ async def test_redirects_are_not_followed(http: aiohttp.ClientSession) -> None:
 async def test_engines_that_hang_take_no_connection_from_the_others(
     engine: ContractEngine, other_engine: ContractEngine, tenants: int
 ) -> None:
-    """Told by whether a request had to wait for a connection, not by how soon it was answered."""
+    """Checks if a request had to wait for a connection, independent of timing."""
     other_engine.hangs = True
     begun, waited = list[object](), list[object]()
 
@@ -133,19 +133,19 @@ async def test_engines_that_hang_take_no_connection_from_the_others(
     trace.freeze()
     async with new_client() as http:
         http.trace_configs.append(trace)
-        hostile = [Engines(http, patience_seconds=0.05) for _ in range(tenants)]
+        hostile = [EnginePoller(http, timeout_seconds=0.05) for _ in range(tenants)]
         hanging = [
             EngineTarget(f"g{n}", "127.0.0.1", True, f"u{n}", api_port=other_engine.port, admin_port=other_engine.port)
             for n in range(32)
         ]
-        await asyncio.gather(*(engines.look(hanging, Tokens("right")) for engines in hostile))
-        healthy = Engines(http, patience_seconds=30.0)
+        await asyncio.gather(*(engines.poll(hanging, Tokens("right")) for engines in hostile))
+        healthy = EnginePoller(http, timeout_seconds=30.0)
         target = EngineTarget("m-g0", "127.0.0.1", True, "u", api_port=engine.port, admin_port=engine.port)
         try:
-            await healthy.look([target], Tokens("right"))
+            await healthy.poll([target], Tokens("right"))
         finally:
             for engines in (*hostile, healthy):
                 engines.close()
-    assert len(begun) >= tenants * MAX_ASKED_AT_ONCE
+    assert len(begun) >= tenants * MAX_CONCURRENT_POLLS
     assert "GET /metrics" in engine.calls
     assert waited == []

@@ -1,5 +1,8 @@
-"""The loop closes from PromQL: an engine in virtual time is scraped by a Prometheus, the operator reads that, decides,
-and changes the engine. KV memory and the batch budget move with the load, both ways."""
+"""Closed tuning loop from PromQL, in virtual time.
+
+Prometheus scrapes an engine; the operator reads it, decides, and patches the engine. KV memory and the batch budget
+follow the load in both directions.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def completions(rng: random.Random) -> tuple[int, int]:
 
 @dataclass
 class Scene:
-    """One engine in virtual time; Prometheus scrapes it at every tick, and nobody else reads its metrics."""
+    """One engine in virtual time whose metrics are read only by Prometheus, which scrapes it at every tick."""
 
     start: dict[Parameter, Value]
     now: float = 1000.0
@@ -73,7 +76,7 @@ class Scene:
         return max(100, int((self.values[UTILIZATION] - 0.5) * DEVICE))
 
     async def steer(self, seconds: float, rate: float, lengths: Lengths) -> None:
-        """Let so many requests a second come for so long, and look at each tick."""
+        """Run at a request rate for some seconds, with one observation per tick."""
         for _ in range(round(seconds / TICK)):
             at, end = self.now, self.now + TICK
             while (at := at + self.rng.expovariate(rate)) < end:
@@ -81,7 +84,7 @@ class Scene:
                 self.engine.add(Sequence(at, *lengths(self.rng)))
             self.engine.run_until(end)
             self.now = end
-            self.fake.stored.clear()  # all but the newest scrape: it is never looked at again
+            self.fake.stored.clear()  # only the newest scrape is needed
             news, self.told = self.engine.finished[self.told :], len(self.engine.finished)
             sample = sample_of(self.engine, news, at=end, generation=self.generation)
             self.fake.scrape(exposed(sample), pod=POD)
@@ -100,7 +103,7 @@ class Scene:
             self.engine.resize(self._blocks())
 
     def _look(self, sample: Sample) -> ReplicaSnapshot:
-        """What Prometheus stored, with what only the admin port tells."""
+        """Return the stored sample joined with the admin API's state."""
         free = int((1 - self.values[UTILIZATION]) * DEVICE)
         return ReplicaSnapshot(
             "m-g0",
@@ -119,7 +122,7 @@ def starting_at(utilization: float, budget: int) -> dict[Parameter, Value]:
     return {UTILIZATION: utilization, Parameter.WATERMARK: 0.0, Parameter.MAX_NUM_SEQS: 256, BUDGET: budget}
 
 
-async def test_kv_memory_grows_under_load_and_goes_back_when_nobody_needs_it() -> None:
+async def test_kv_memory_follows_load() -> None:
     scene = Scene(starting_at(0.515, 1024))
     while not scene.moves(UTILIZATION):
         await scene.steer(TICK, 4.5, chats)
@@ -136,7 +139,7 @@ async def test_kv_memory_grows_under_load_and_goes_back_when_nobody_needs_it() -
 @pytest.mark.parametrize(
     ("start", "lengths", "rate", "direction"),
     [
-        (8192, completions, 1.0, -1),  # chunks so large that decodes beside them wait
+        (8192, completions, 1.0, -1),  # chunks so large that concurrent decodes wait
         (128, chats, 3.0, 1),  # chunks so small that prompts wait
     ],
 )

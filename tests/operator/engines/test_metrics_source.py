@@ -1,5 +1,6 @@
-"""Where a resource's metrics are read: Prometheus first, the pods where that is allowed and it is of no use, and each
-finished request told once, however often Prometheus scrapes."""
+"""Source of a resource's metrics: Prometheus first, then the pods if allowed; each finished request is reported
+once.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import httpx
 import pytest
 from fake_prometheus import NAMESPACE, FakePrometheus, exposed
 from trimtab_operator.builders.admin_token import Tokens
-from trimtab_operator.engines.poller import NO_PROMETHEUS, Engines
+from trimtab_operator.engines.poller import NO_PROMETHEUS, EnginePoller
 from trimtab_operator.engines.prometheus import Connection, Prometheus
 from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
 from trimtab_operator.tuner.moves import Reason
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
     from tests.operator.conftest import ContractEngine
 
 Asked = Literal["Auto", "Prometheus", "Pods"]
-IN_PROMETHEUS = 77.0  # requests that run, as Prometheus has it; the pod itself says 8
+IN_PROMETHEUS = 77.0  # running requests in Prometheus; the pod reports 8
 POD = "m-g0-0"
 
 
 class Scene:
-    """One engine, asked as a resource wants it, and the Prometheus that has scraped it."""
+    """One engine, polled with a resource's settings, and the Prometheus that scrapes it."""
 
     def __init__(self, engine: ContractEngine, http: aiohttp.ClientSession, *, has_prometheus: bool = True) -> None:
         self.fake = FakePrometheus(time.time)
         prometheus = Prometheus(Connection("http://prometheus:9090"), transport=self.fake.transport)
-        self.engines = Engines(http, patience_seconds=10.0, prometheus=prometheus if has_prometheus else None)
+        self.engines = EnginePoller(http, timeout_seconds=10.0, prometheus=prometheus if has_prometheus else None)
         self.target = EngineTarget(
             "m-g0", "127.0.0.1", True, "uid", api_port=engine.port, admin_port=engine.port, pod=POD, created_at=0.0
         )
@@ -41,7 +42,7 @@ class Scene:
         self.fake.scrape(exposed(make_sample(time.time(), running=IN_PROMETHEUS)), target=target)
 
     async def look(self, source: Asked = "Auto") -> EngineObservation:
-        said = await self.engines.look([self.target], Tokens("right"), MetricsSettings(source, NAMESPACE))
+        said = await self.engines.poll([self.target], Tokens("right"), MetricsSettings(source, NAMESPACE))
         return said["m-g0"]
 
 
@@ -59,7 +60,7 @@ def running(said: EngineObservation) -> float | None:
         ("Pods", False, 8.0, Source.PODS),
     ],
 )
-async def test_metrics_are_read_where_the_owner_and_the_operator_say(
+async def test_metrics_source_follows_spec_and_flags(
     source: Asked,
     has_prometheus: bool,
     read: float,
@@ -76,9 +77,7 @@ async def test_metrics_are_read_where_the_owner_and_the_operator_say(
     assert ("GET /metrics" in engine.calls) is (from_where is Source.PODS)
 
 
-async def test_where_prometheus_is_of_no_use_the_pod_is_asked_and_the_reason_is_kept(
-    engine: ContractEngine, http: aiohttp.ClientSession
-) -> None:
+async def test_auto_source_falls_back_to_pod(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     scene = Scene(engine, http)
     for job in ("a", "b"):
         scene.scrape(job=job)
@@ -88,9 +87,7 @@ async def test_where_prometheus_is_of_no_use_the_pod_is_asked_and_the_reason_is_
     assert "scraped as 2 targets" in said.fallback_reason
 
 
-async def test_whoever_wants_prometheus_alone_gets_no_other_numbers(
-    engine: ContractEngine, http: aiohttp.ClientSession
-) -> None:
+async def test_prometheus_source_has_no_fallback(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     scene = Scene(engine, http)
     for job in ("a", "b"):
         scene.scrape(job=job)
@@ -99,14 +96,12 @@ async def test_whoever_wants_prometheus_alone_gets_no_other_numbers(
     assert "GET /metrics" not in engine.calls
 
 
-async def test_an_operator_without_prometheus_says_so_to_who_wants_it(
-    engine: ContractEngine, http: aiohttp.ClientSession
-) -> None:
+async def test_prometheus_source_without_flag_is_reported(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     said = await Scene(engine, http, has_prometheus=False).look("Prometheus")
     assert (said.sample, said.problem, said.problem_reason) == (None, NO_PROMETHEUS, Reason.PROMETHEUS_UNAVAILABLE)
 
 
-async def test_both_failing_are_both_told(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
+async def test_both_source_failures_are_reported(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     engine.metrics = "nonsense"
     said = await Scene(engine, http).look("Auto")
     assert said.problem is not None
@@ -114,9 +109,7 @@ async def test_both_failing_are_both_told(engine: ContractEngine, http: aiohttp.
     assert "; and the metrics page" in said.problem
 
 
-async def test_requests_that_end_between_two_scrapes_are_told_once_with_the_next(
-    engine: ContractEngine, http: aiohttp.ClientSession
-) -> None:
+async def test_requests_between_scrapes_are_reported_once(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     scene = Scene(engine, http)
     told: list[int] = []
     for finished, scrapes in ((2, True), (5, False), (6, False), (9, True), (9, False), (10, True)):
@@ -130,9 +123,7 @@ async def test_requests_that_end_between_two_scrapes_are_told_once_with_the_next
     assert told == list(range(10))
 
 
-async def test_numbers_never_go_back_in_time_from_one_source_to_the_other(
-    engine: ContractEngine, http: aiohttp.ClientSession
-) -> None:
+async def test_source_change_never_goes_back_in_time(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     scene = Scene(engine, http)
     scene.fake.scrape(exposed(make_sample(5.0)), at=time.time() - 10)
     scene.fake.answer = lambda _: httpx.Response(500)
@@ -146,6 +137,6 @@ async def test_numbers_never_go_back_in_time_from_one_source_to_the_other(
 
 
 def same_engines(scene: Scene) -> Scene:
-    """The same conversations, with a Prometheus that answers again."""
+    """Return the same poller with a Prometheus that responds again."""
     scene.engines.prometheus = Prometheus(Connection("http://prometheus:9090"), transport=scene.fake.transport)
     return scene

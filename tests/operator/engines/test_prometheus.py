@@ -1,5 +1,5 @@
-"""Asking the administrator's Prometheus: within its namespace, with its credentials, in bounded time and size; one
-resource that is too much for it costs the others nothing.
+"""Prometheus queries: within the namespace, with credentials, bounded in time and size, and isolated between
+namespaces.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import httpx
 import pytest
 from aiohttp import web
 from fake_prometheus import NAMESPACE, FakePrometheus, exposed
-from trimtab_operator.engines.prometheus import IDLE_RECONCILE_SECONDS, MAX_ANSWER_BYTES, Connection, Prometheus
+from trimtab_operator.engines.prometheus import FAILURE_BACKOFF_SECONDS, MAX_ANSWER_BYTES, Connection, Prometheus
 from trimtab_operator.engines.scrape import ScrapeFailure
 from trimtab_operator.errors import MisconfiguredOperator
-from trimtab_operator.kube.certificates import fresh
+from trimtab_operator.kube.certificates import issue
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.samples import Sample
 from trimtab_operator.tuner.samples.prometheus import PrometheusNaming
@@ -31,7 +31,7 @@ POD = "m-g0-0"
 
 
 class Clock:
-    """The operator's clock, and Prometheus', which may be ahead of it."""
+    """Clocks of the operator and of Prometheus, which may differ."""
 
     def __init__(self, ahead: float = 0.0) -> None:
         self.now, self.ahead = NOW, ahead
@@ -63,7 +63,7 @@ async def why(prometheus: Prometheus, **how: Any) -> str:
     return found.reason
 
 
-async def test_what_it_stored_is_the_sample_that_the_pod_showed() -> None:
+async def test_stored_sample_equals_pod_sample() -> None:
     prometheus, fake, _ = asked()
     fake.scrape(exposed(make_sample(NOW - 20)), at=NOW - 20)
     fake.scrape(exposed(make_sample(NOW - 5)), at=NOW - 5)
@@ -101,7 +101,7 @@ async def test_another_pod_of_the_same_name_is_not_taken_for_this_one() -> None:
     assert await one(prometheus, created_at=NOW - 10) == replace(make_sample(1.0), at=NOW - 1)
 
 
-async def test_labels_of_the_resource_choose_among_targets_and_never_leave_its_namespace() -> None:
+async def test_labels_select_targets_within_namespace() -> None:
     prometheus, fake, _ = asked()
     for job in ("engines", "annotated"):
         fake.scrape(exposed(make_sample(NOW)), at=NOW, target={"job": job})
@@ -137,16 +137,16 @@ async def test_an_answer_that_is_too_large_is_asked_for_by_halves() -> None:
 # --- what fails -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_is_not_there_is_said_and_left_alone_for_a_while() -> None:
+async def test_unreachable_server_is_not_queried_for_a_while() -> None:
     prometheus, fake, clock = asked()
     fake.answer = refused
     assert await why(prometheus) == "Prometheus at http://prometheus:9090: ConnectError: refused"
     before = len(fake.requests)
     await why(prometheus, namespace="another")
-    assert len(fake.requests) == before  # by nobody
+    assert len(fake.requests) == before  # no further query
     fake.answer = None
     fake.scrape(exposed(make_sample(NOW)), at=NOW)
-    clock.now += IDLE_RECONCILE_SECONDS + 1
+    clock.now += FAILURE_BACKOFF_SECONDS + 1
     assert isinstance(await one(prometheus), Sample)
 
 
@@ -161,15 +161,21 @@ def with_status(status: int, body: bytes = b"") -> Callable[[httpx.Request], htt
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (with_status(401), "it refuses the operator's credentials (status 401)"),
-        (with_status(403), "it refuses the operator's credentials (status 403)"),
-        (with_status(302), "it answers with status 302"),
-        (with_status(404), "it answers with status 404"),
-        (with_status(500), "it answers with status 500"),
+        (with_status(401), "it rejects the operator's credentials (status 401)"),
+        (with_status(403), "it rejects the operator's credentials (status 403)"),
+        (with_status(302), "it responds with status 302"),
+        (with_status(404), "it responds with status 404"),
+        (with_status(500), "it responds with status 500"),
         (with_status(200, b"<html>"), "the response is not JSON"),
         (with_status(200, b'{"status":' + b"[" * 100_000), "the response is not JSON"),
-        (with_status(422, b'{"status":"error","errorType":"execution","error":"too many"}'), "it rejects the query: execution: "),
-        (with_status(503, b'{"status":"error","errorType":"unavailable","error":"x"}'), "it rejects the query: unavailable: x"),
+        (
+            with_status(422, b'{"status":"error","errorType":"execution","error":"too many"}'),
+            "it rejects the query: execution: ",
+        ),
+        (
+            with_status(503, b'{"status":"error","errorType":"unavailable","error":"x"}'),
+            "it rejects the query: unavailable: x",
+        ),
     ],
 )
 async def test_a_failure_is_said_in_words_and_is_nobodys_sample(
@@ -183,7 +189,7 @@ async def test_a_failure_is_said_in_words_and_is_nobodys_sample(
     assert said in found.reason
 
 
-async def test_a_namespace_whose_queries_are_too_much_leaves_the_others_theirs() -> None:
+async def test_failing_namespace_does_not_affect_others() -> None:
     prometheus, fake, _ = asked()
     fake.answer = lambda request: (
         httpx.Response(200, content=b" " * (MAX_ANSWER_BYTES + 1))
@@ -197,7 +203,7 @@ async def test_a_namespace_whose_queries_are_too_much_leaves_the_others_theirs()
     assert "larger than" in await why(prometheus, namespace="greedy")
 
 
-async def test_an_answer_with_far_more_scrapes_than_were_asked_for_is_refused() -> None:
+async def test_response_with_too_many_scrapes_is_rejected() -> None:
     prometheus, fake, _ = asked()
     samples = ",".join(f'[{at},"1"]' for at in range(2000))
     series = f'{{"metric":{{"__name__":"vllm:num_requests_running","pod":"{POD}"}},"values":[{samples}]}}'
@@ -250,21 +256,24 @@ async def test_a_redirect_does_not_carry_the_token_elsewhere(tmp_path: Path) -> 
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"url": "prometheus:9090"}, "--prometheus-url: 'prometheus:9090' is no address"),
-    ({"url": "file:///etc/passwd"}, "is no address"),
-    ({"url": "http://user:secret@prometheus"}, "holds more than an address"),
-    ({"url": "http://prometheus/?a=b"}, "holds more than an address"),
-    ({"token_file": Path("t")}, "credentials would travel in clear"),
-    ({"username": "u", "password_file": Path("p")}, "credentials would travel in clear"),
-    ({"url": "https://p", "username": "u"}, "give both, or none"),
-    ({"url": "https://p", "username": "a:b", "password_file": Path("p")}, "no colon"),
-    ({"url": "https://p", "token_file": Path("t"), "username": "u", "password_file": Path("p")}, "one kind"),
-    ({"ca_file": Path("ca")}, "--prometheus-ca-file: says nothing over http"),
-    ({"url": "https://p", "ca_file": Path("ca"), "is_insecure": True}, "leave one out"),
+    ({"url": "prometheus:9090"}, "--prometheus-url: not a valid address ('prometheus:9090')"),
+    ({"url": "file:///etc/passwd"}, "not a valid address"),
+    ({"url": "http://user:secret@prometheus"}, "contains more than an address"),
+    ({"url": "http://prometheus/?a=b"}, "contains more than an address"),
+    ({"token_file": Path("t")}, "credentials would be sent unencrypted"),
+    ({"username": "u", "password_file": Path("p")}, "credentials would be sent unencrypted"),
+    ({"url": "https://p", "username": "u"}, "set both or none"),
+    ({"url": "https://p", "username": "a:b", "password_file": Path("p")}, "must not contain a colon"),
+    ({"url": "https://p", "token_file": Path("t"), "username": "u", "password_file": Path("p")}, "mutually exclusive"),
+    ({"ca_file": Path("ca")}, "--prometheus-ca-file: unused with http"),
+    ({"url": "https://p", "ca_file": Path("ca"), "is_insecure": True}, "remove one of them"),
     ({"scrape_seconds": 0.0}, "must be 1 to 300"),
-    ({"naming": PrometheusNaming(pod="po-d")}, "--prometheus-pod-label: 'po-d' is no name of a label"),
-    ({"naming": PrometheusNaming(matchers={"__name__": "x"})}, "--prometheus-match: '__name__' is no name of a label"),
-    ({"naming": PrometheusNaming(aliases={"a": 'x"}'})}, "no names of metrics"),
+    ({"naming": PrometheusNaming(pod="po-d")}, "--prometheus-pod-label: not a valid label name ('po-d')"),
+    (
+        {"naming": PrometheusNaming(matchers={"__name__": "x"})},
+        "--prometheus-match: not a valid label name ('__name__')",
+    ),
+    ({"naming": PrometheusNaming(aliases={"a": 'x"}'})}, "not valid metric names"),
 ]
 
 
@@ -290,8 +299,8 @@ def test_a_ca_that_cannot_be_read_is_said_at_start(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def tls_server(tmp_path: Path) -> AsyncIterator[tuple[str, Path]]:
-    """A server on loopback whose certificate a CA of its own has signed: its address, and the CA."""
-    made = fresh(["localhost"], now=datetime.now(UTC))
+    """Start a loopback server with a certificate signed by its own CA. Return its address and the CA."""
+    made = issue(["localhost"], now=datetime.now(UTC))
     for name, text in (("ca.crt", made.ca), ("tls.crt", made.leaf), ("tls.key", made.key)):
         (tmp_path / name).write_bytes(text)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -338,7 +347,7 @@ async def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.Monke
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         async with Prometheus(Connection(url)) as prometheus:
-            assert await why(prometheus) == f"Prometheus at {url}: no answer within 0.1 s"
+            assert await why(prometheus) == f"Prometheus at {url}: no response within 0.1 s"
     finally:
         released.set()
         await runner.cleanup()

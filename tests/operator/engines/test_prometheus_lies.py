@@ -1,6 +1,4 @@
-"""Every lie that a Prometheus can tell, from its answer to the tuner's decision: while it is told nothing moves, the
-condition names it, and when it ends the loop goes on by itself.
-"""
+"""Wrong Prometheus data: tuning stops, the condition names the problem, and tuning resumes afterwards."""
 
 from __future__ import annotations
 
@@ -28,14 +26,14 @@ SETTINGS = Settings(Mode.AUTO, starts=PARAMETERS, pace=Pace(tick_seconds=TICK, s
 
 
 def pressed(at: float) -> Sample:
-    """What an engine shows that computes 14 % of its tokens twice from the moment on at which the lie begins."""
+    """Return the metrics of an engine that recomputes 14 % of its tokens from the start of the fault."""
     since = max(0.0, at - BEGIN - LIE_BEGINS)
     return make_sample(at, kv_usage=0.99, preemptions={"capacity": since}, recomputed_tokens=20.0 * since)
 
 
 @dataclass
 class Scene:
-    """An engine, the Prometheus that scrapes it, and what the operator makes of that."""
+    """One engine, the Prometheus that scrapes it, and the tuner's output."""
 
     now: float = BEGIN
     ahead: float = 0.0
@@ -67,7 +65,7 @@ class Scene:
         return decide([look], memory, SETTINGS, self.now)
 
     async def play(self, lie: Callable[[Scene], None]) -> None:
-        """Look every 5 s at what is scraped every 15 s. `lie` scrapes while it lies."""
+        """Observe every 5 s with a scrape every 15 s. `lie` scrapes during the fault."""
         memory, values, generation = TunerState(starts=PARAMETERS), dict(PARAMETERS), 1
         for step in range(int(END / TICK)):
             self.now = BEGIN + step * TICK
@@ -131,7 +129,7 @@ def shows_frozen_counters(scene: Scene) -> None:
 
 
 def changed(name: str, value: float | None) -> Callable[[Scene], None]:
-    """One family says this instead, or is dropped."""
+    """Return a scrape in which one metric family is changed or missing."""
 
     def lie(scene: Scene) -> None:
         kept = [row for row in scene.rows() if row[0] != name or value is not None]
@@ -159,9 +157,7 @@ LIES: list[tuple[Callable[[Scene], None], str]] = [
 
 
 @pytest.mark.parametrize(("lie", "reason"), LIES)
-async def test_while_it_lies_nothing_moves_and_the_condition_names_it(
-    lie: Callable[[Scene], None], reason: str
-) -> None:
+async def test_wrong_metrics_stop_tuning_with_condition(lie: Callable[[Scene], None], reason: str) -> None:
     scene = Scene()
     await scene.play(lie)
     assert scene.reasons(SCRAPE, LIE_BEGINS) == {"Scraped"}
@@ -184,14 +180,14 @@ def misses_every_other_scrape(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("lie", [tells_the_truth, misses_every_other_scrape])
-async def test_what_is_true_is_acted_upon_whatever_else_is_amiss(lie: Callable[[Scene], None]) -> None:
+async def test_valid_metrics_are_used_despite_faults(lie: Callable[[Scene], None]) -> None:
     scene = Scene()
     await scene.play(lie)
     assert scene.reasons(SCRAPE, END) == {"Scraped"}
     assert scene.decisions(LIE_BEGINS, LIE_ENDS)[0] is Reason.KV_CACHE_TOO_SMALL
 
 
-async def test_a_clock_that_is_an_hour_ahead_changes_nothing() -> None:
+async def test_prometheus_clock_skew_changes_nothing() -> None:
     honest, ahead = Scene(), Scene(ahead=3600.0)
     for scene in (honest, ahead):
         shift = scene.ahead
@@ -212,7 +208,7 @@ async def test_a_clock_that_is_an_hour_ahead_changes_nothing() -> None:
     assert honest.outcomes == ahead.outcomes
 
 
-async def test_an_engine_that_begins_anew_is_blamed_for_nothing() -> None:
+async def test_engine_restart_causes_no_decision() -> None:
     scene = Scene()
 
     def restarts(scene: Scene) -> None:

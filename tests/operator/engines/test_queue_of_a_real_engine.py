@@ -1,4 +1,4 @@
-"""What the operator tells an engine of its queue, judged by the engine's own live configuration."""
+"""Scheduling policy patches, validated by a real engine's live configuration."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def an_engine() -> LiveConfig:
 
 
 def heard(engine: LiveConfig) -> ReportedScheduling:
-    """What the operator reads of its configuration."""
+    """Return the operator's view of the configuration."""
     return ConfigReport.model_validate_json(json.dumps(engine.describe())).queue()
 
 
 def sent(engine: LiveConfig, found: SchedulingPlan) -> LiveConfig:
-    """The engine after what the operator found."""
+    """Return the engine after the operator's patch."""
     after, status, body = engine.patch(dict(found.patches["g"]), if_match=engine.generation, change_id="c")
     assert status == 200, body
     return after
 
 
 @pytest.mark.parametrize("target", ["1ms", "2s", "99h"])
-def test_an_engine_takes_the_order_and_goes_back(target: str) -> None:
+def test_engine_applies_and_reverts_policy(target: str) -> None:
     objectives = {"ttft": {"target": target, "perPromptToken": "125us"}}
     engine, auto = an_engine(), {"mode": "Auto"}
     found = plan_scheduling(a_deployment(objectives=objectives, tuning=auto), {"g": heard(engine)})
@@ -64,7 +64,7 @@ def test_an_engine_takes_the_order_and_goes_back(target: str) -> None:
     assert plan_scheduling(a_deployment(tuning=auto, status=status), {"g": heard(engine)}) == SchedulingPlan()
 
 
-def test_every_order_of_the_schema_is_one_of_the_engines() -> None:
+def test_schema_policies_match_engine() -> None:
     for policy in ("fcfs", "priority", "deadline"):
         deployment = a_deployment(engine={"schedulingPolicy": policy}, objectives={"ttft": {"target": "2s"}})
         assert plan_scheduling(deployment, {"g": heard(an_engine())}).unsupported == ()

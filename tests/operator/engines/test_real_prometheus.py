@@ -1,6 +1,6 @@
-"""A real Prometheus on loopback: what the operator reads from it is what it reads from the engine itself.
+"""Real Prometheus on loopback: its samples equal those scraped from the engine.
 
-Debian's package `prometheus` is enough (TRIMTAB_PROMETHEUS names another binary); without one the tests are skipped.
+Debian's package `prometheus` is enough (TRIMTAB_PROMETHEUS selects another binary); without it the tests are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def find_prometheus() -> str | None:
-    """TRIMTAB_PROMETHEUS, then PATH, then what the stories keep in the cache."""
+    """Search TRIMTAB_PROMETHEUS, PATH, then the cache of the e2e scenarios."""
     named = os.environ.get("TRIMTAB_PROMETHEUS")
     if named:
         return named
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass
 class Shown:
-    """A page of metrics on loopback."""
+    """Metrics page on loopback."""
 
     sample: Sample
     port: int = 0
@@ -69,7 +69,7 @@ class Shown:
 
 
 def text_of(sample: Sample) -> str:
-    """A sample as the text that an engine shows."""
+    """Return a sample in the engine's text format."""
     lines = []
     for name, labels, value in exposed(sample):
         inside = ",".join(f'{label}="{text}"' for label, text in labels.items())
@@ -92,7 +92,7 @@ async def shown() -> AsyncIterator[Shown]:
 
 
 def configuration(target: str, *, jobs: tuple[str, ...]) -> str:
-    """Every second, as pods are scraped: with the pod and the namespace as labels."""
+    """Return a configuration that scrapes every second, with pod and namespace labels."""
     lines = ["global: {scrape_interval: 1s}", "scrape_configs:"]
     for job in jobs:
         lines += [
@@ -103,13 +103,13 @@ def configuration(target: str, *, jobs: tuple[str, ...]) -> str:
 
 
 class RealPrometheus:
-    """A process of its own, with its data in a folder of the test."""
+    """Prometheus process with its data in the test's folder."""
 
     def __init__(self, folder: Path, target: str) -> None:
         assert BINARY is not None
         self.file, self.target = folder / "prometheus.yml", target
         self.file.write_text(configuration(target, jobs=("engines",)))
-        self._held = socket.socket()  # so that nobody else gets the port: who listens there shares it
+        self._held = socket.socket()  # reserves the port; SO_REUSEPORT shares it with the server
         self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._held.bind(("127.0.0.1", 0))
         self.port = self._held.getsockname()[1]
@@ -149,7 +149,7 @@ async def real(tmp_path: Path, shown: Shown) -> AsyncIterator[RealPrometheus]:
 
 
 async def until(found: Callable[[], Awaitable[T | None]]) -> T:
-    """The first thing that is found; fails after the deadline."""
+    """Return the first result; fails after the deadline."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         thing = await found()
@@ -170,14 +170,16 @@ async def test_both_sources_read_the_same_engine_alike(
     async with Prometheus(connection) as prometheus:
 
         async def same_as_direct(wanted: float) -> Sample | None:
-            prometheus._failures.clear()  # while it starts nobody answers: it is not left alone here
+            prometheus._failures.clear()  # no back-off while it starts
             found = await read(prometheus)
             has_come = isinstance(found, Sample) and found.counters.generated_tokens == wanted
             return found if has_come and isinstance(found, Sample) else None
 
         for seconds in (1000.0, 1060.0):  # two scrapes of an engine at work, and what it did in between
             shown.sample = replace(
-                make_sample(seconds, blocked_seconds={"kv": seconds / 400}), ttft=shown.sample.ttft, itl=shown.sample.itl
+                make_sample(seconds, blocked_seconds={"kv": seconds / 400}),
+                ttft=shown.sample.ttft,
+                itl=shown.sample.itl,
             )
             stored = await until(lambda: same_as_direct(shown.sample.counters.generated_tokens))
             direct = await scrape(http, shown.url)
@@ -187,7 +189,7 @@ async def test_both_sources_read_the_same_engine_alike(
             assert stored.at - direct.at < 1.1  # two clocks of one machine
 
 
-async def test_what_happens_to_scraping_is_seen_and_named(real: RealPrometheus, shown: Shown) -> None:
+async def test_scrape_problems_are_reported(real: RealPrometheus, shown: Shown) -> None:
     connection = Connection(real.url, scrape_seconds=1.0)
     async with Prometheus(connection) as prometheus:
 
@@ -202,7 +204,7 @@ async def test_what_happens_to_scraping_is_seen_and_named(real: RealPrometheus, 
             return found if is_named and isinstance(found, ScrapeFailure) else None
 
         first = await until(sample)
-        shown.sample = make_sample(5.0, kv_usage=math.nan)  # it began anew, and its page has no number
+        shown.sample = make_sample(5.0, kv_usage=math.nan)  # restarted, and the value is NaN
         reset = await until(lambda: _if_reset(prometheus, first))
         assert math.isnan(reset.gauges.kv_usage)
         await asyncio.to_thread(real.reload, jobs=("engines", "annotated"))
@@ -220,7 +222,7 @@ async def _if_reset(prometheus: Prometheus, before: Sample) -> Sample | None:
     return None
 
 
-async def test_one_that_refuses_a_query_says_why(real: RealPrometheus) -> None:
+async def test_rejected_query_has_reason(real: RealPrometheus) -> None:
     async with Prometheus(Connection(real.url, scrape_seconds=1.0)) as prometheus:
 
         async def refused() -> str | None:
@@ -233,8 +235,8 @@ async def test_one_that_refuses_a_query_says_why(real: RealPrometheus) -> None:
         assert "bad_data" in await until(refused)
 
 
-async def test_what_it_stored_of_a_while_is_read_as_scrapes(real: RealPrometheus, shown: Shown) -> None:
-    """As `trimtab replay` asks: by a pattern of pods, with what only recordings need."""
+async def test_stored_range_is_read_as_scrapes(real: RealPrometheus, shown: Shown) -> None:
+    """Queries like `trimtab replay`: by a pod pattern, with the additional series of recordings."""
     query = range_query(
         PrometheusNaming(), namespace=NAMESPACE, pods=re.compile(r"m-g[0-9]+-0"), seconds=60, names=RECORDED_NAMES
     )

@@ -1,4 +1,4 @@
-"""Scraping: one page becomes one sample or a named failure; one group that fails spoils nobody else's reading."""
+"""Scrapes: one page becomes one sample or a failure with a reason, isolated between groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 from operator_builders import ONE_RANK
-from trimtab_operator.engines.scrape import ScrapeFailure, ask, parse_metrics, parse_requests, scrape
+from trimtab_operator.engines.scrape import ScrapeFailure, observe_engine, parse_metrics, parse_requests, scrape
 from trimtab_operator.observed.engines import EngineTarget
 from trimtab_operator.tuner.samples import Sample
 
@@ -63,7 +63,7 @@ def failure(page: str | bytes) -> str:
     return sample.reason
 
 
-def test_our_page_tells_preemptions_by_their_reason(engine: ContractEngine) -> None:
+def test_page_has_preemptions_by_reason(engine: ContractEngine) -> None:
     sample = parsed(engine.metrics)
     gauges = sample.gauges
     assert (sample.at, gauges.running, gauges.waiting, gauges.kv_usage, gauges.config_generation) == (7, 8, 3, 0.98, 1)
@@ -71,7 +71,7 @@ def test_our_page_tells_preemptions_by_their_reason(engine: ContractEngine) -> N
     assert sample.counters.generated_tokens == 5000.0
 
 
-def test_a_page_of_vllm_is_summed_over_its_engines_and_older_names_are_known() -> None:
+def test_vllm_page_is_summed_over_engines() -> None:
     sample = parsed(VLLM_PAGE)
     gauges = sample.gauges
     assert (gauges.running, gauges.waiting, gauges.kv_usage, gauges.config_generation) == (8.0, 2.0, 0.9, None)
@@ -146,11 +146,11 @@ ODD_LINES = [
 
 @pytest.mark.parametrize("line", ODD_LINES)
 def test_a_line_is_read_alike_at_each_look_however_it_is_written(line: str) -> None:
-    """What stands before its value is remembered from the first look on, where that is all that names it."""
+    """The head of a line is cached if it is the only name of the sample."""
     assert [parsed(f"{VLLM_PAGE}{line}\n").gauges.running for _ in range(3)] == [13.0] * 3
 
 
-def test_of_a_series_that_is_known_the_new_value_counts() -> None:
+def test_cached_series_has_new_value() -> None:
     pages = [
         VLLM_PAGE.replace('waiting{engine="0",model_name="m"} 2.0', f'waiting{{engine="0",model_name="m"}} {n}')
         for n in ("2.0", "7", "1e2", "+3")
@@ -159,7 +159,7 @@ def test_of_a_series_that_is_known_the_new_value_counts() -> None:
 
 
 @pytest.mark.parametrize("value", ["1_0", "0x10", "", "nonsense", "5 6 seven"])
-def test_what_is_no_number_is_none_beside_a_series_that_is_known_either(value: str) -> None:
+def test_invalid_number_fails_for_cached_series(value: str) -> None:
     page = VLLM_PAGE.replace('waiting{engine="0",model_name="m"} 2.0', f'waiting{{engine="0",model_name="m"}} {value}')
     assert parsed(VLLM_PAGE).gauges.waiting == 2.0
     assert failure(page)
@@ -172,7 +172,7 @@ def test_impossible_values_are_passed_on_for_the_tuner_to_judge() -> None:
 
 async def test_a_status_other_than_200_is_a_failure(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     engine.status = 500
-    assert await scrape(http, engine.url) == ScrapeFailure(f"{engine.url}/metrics answered with status 500")
+    assert await scrape(http, engine.url) == ScrapeFailure(f"{engine.url}/metrics responded with status 500")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"columns": {}}', b"[" * 100_000, b"\xff"])
@@ -187,7 +187,7 @@ def a_target(
 
 
 async def test_a_ready_engine_is_asked_everything_at_once(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
-    seen = await ask(a_target(engine, needs_layout=True), http=http, token="right", clock=lambda: 99.0)
+    seen = await observe_engine(a_target(engine, needs_layout=True), http=http, token="right", clock=lambda: 99.0)
     assert seen.ready
     assert seen.problem is None
     assert seen.config is not None
@@ -206,37 +206,33 @@ async def test_a_ready_engine_is_asked_everything_at_once(engine: ContractEngine
 async def test_a_layout_that_is_known_is_not_asked_for_again(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
-    assert (await ask(a_target(engine), http=http, token="right")).layout is None
+    assert (await observe_engine(a_target(engine), http=http, token="right")).layout is None
     assert "GET /admin/v1/layout" not in engine.calls
 
 
-async def test_an_engine_that_is_not_ready_is_asked_how_far_it_is_and_not_for_metrics(
-    engine: ContractEngine, http: aiohttp.ClientSession
-) -> None:
+async def test_loading_engine_is_polled_for_progress(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     engine.loading = True
-    seen = await ask(a_target(engine, ready=False), http=http, token="right")
+    seen = await observe_engine(a_target(engine, ready=False), http=http, token="right")
     assert seen.load == ("weights", 40)
     assert (seen.load_message, seen.downloaded_bytes) == ("Downloaded 9 MB in 1 s", 9 * 10**6)
     assert (seen.config, seen.sample) == (None, None)
     assert sorted(engine.calls) == ["GET /admin/v1/config", "GET /startupz"]
 
 
-async def test_what_an_engine_runs_is_known_though_its_metrics_cannot_be_read(
-    engine: ContractEngine, http: aiohttp.ClientSession
-) -> None:
+async def test_layout_is_known_without_metrics(engine: ContractEngine, http: aiohttp.ClientSession) -> None:
     engine.metrics = "nonsense"
-    seen = await ask(a_target(engine), http=http, token="right")
+    seen = await observe_engine(a_target(engine), http=http, token="right")
     assert seen.sample is None
     assert seen.problem is not None
     assert seen.config is not None
-    assert seen.next_request is None  # the requests are asked for again
+    assert seen.next_request is None  # the requests are read again
 
 
 async def test_an_engine_that_does_not_list_its_requests_is_read_all_the_same(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
     engine.lists_requests = False
-    seen = await ask(a_target(engine), http=http, token="right")
+    seen = await observe_engine(a_target(engine), http=http, token="right")
     assert seen.problem is None
     assert seen.sample is not None
     assert seen.sample.requests is None
@@ -244,7 +240,7 @@ async def test_an_engine_that_does_not_list_its_requests_is_read_all_the_same(
 
 async def test_an_engine_that_is_gone_is_named_by_its_address(http: aiohttp.ClientSession) -> None:
     gone = EngineTarget("c", "127.0.0.1", True, "u", api_port=1, admin_port=1)
-    seen = await ask(gone, http=http, token="right")
+    seen = await observe_engine(gone, http=http, token="right")
     assert seen.problem is not None
     assert "127.0.0.1:1/metrics" in seen.problem
 
@@ -252,6 +248,6 @@ async def test_an_engine_that_is_gone_is_named_by_its_address(http: aiohttp.Clie
 async def test_a_wrong_token_is_said_in_the_readings_problem(
     engine: ContractEngine, http: aiohttp.ClientSession
 ) -> None:
-    seen = await ask(a_target(engine), http=http, token="wrong")
+    seen = await observe_engine(a_target(engine), http=http, token="wrong")
     assert seen.problem is not None
     assert seen.problem.startswith("configuration: the bearer token")

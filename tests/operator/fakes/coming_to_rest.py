@@ -7,13 +7,15 @@ import re
 from typing import Any
 
 from operator_cluster import TICK_SECONDS, TOKEN, FakeCluster
-from trimtab_operator.reconcile.reconciler import Loop, Reconciler
+from trimtab_operator.reconcile.reconciler import ReconcileLoop, Reconciler
 from trimtab_operator.rollout.rollback import from_text
 
 OF_HISTORY = ("conditions", "tuning", "groups", "lastScaleTime")
 
 
-async def come_to_rest(cluster: FakeCluster, reconciler: Reconciler, loop: Loop, *, still_ticks: int = 1) -> None:
+async def come_to_rest(
+    cluster: FakeCluster, reconciler: Reconciler, loop: ReconcileLoop, *, still_ticks: int = 1
+) -> None:
     """Tick until nothing is written and nothing moves, for so many ticks in a row."""
     still = 0
     for _ in range(120):
@@ -30,7 +32,8 @@ async def come_to_rest(cluster: FakeCluster, reconciler: Reconciler, loop: Loop,
 
 def end_state(cluster: FakeCluster) -> dict[str, Any]:
     """Everything that somebody could see, but for numbers and moments that history leaves behind: which ordinals the
-    replicas of a roll have depends on which were free."""
+    replicas of a roll have depends on which were free.
+    """
     found: dict[str, Any] = json.loads(_numbered_from_0(cluster, json.dumps(_seen(cluster), default=str)))
     return found
 

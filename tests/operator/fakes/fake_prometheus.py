@@ -1,5 +1,6 @@
 """A Prometheus that keeps what it is given and answers range selectors as the real one does: matchers are evaluated,
-and each query is read by a real parser of PromQL, which refuses what is none."""
+and each query is read by a real parser of PromQL, which refuses what is none.
+"""
 
 from __future__ import annotations
 

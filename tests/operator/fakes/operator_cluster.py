@@ -19,7 +19,7 @@ from operator_builders import MODEL_FACTS, NOW, a_resource
 from trimtab_operator.builders.admin_token import Tokens, admin_token
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.engines.admin_client import Patched
-from trimtab_operator.engines.poller import Engines, OnAnswer
+from trimtab_operator.engines.poller import EnginePoller, OnAnswer
 from trimtab_operator.kube.client import Cluster
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.layout.degrees import Degrees
@@ -38,11 +38,11 @@ from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, subjec
 from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile
 from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
 from trimtab_operator.planning.state import ReconcilerState
-from trimtab_operator.reconcile.executor import Hands
+from trimtab_operator.reconcile.executor import Executor
 from trimtab_operator.reconcile.health import Heartbeats, OperatorMetrics
-from trimtab_operator.reconcile.observer import Eyes, Key
-from trimtab_operator.reconcile.reconciler import Loop, Reconciler
-from trimtab_operator.reconcile.wakeups import WakeUps
+from trimtab_operator.reconcile.observer import ClusterObserver, Key
+from trimtab_operator.reconcile.reconciler import ReconcileLoop, Reconciler
+from trimtab_operator.reconcile.work_queue import WorkQueue
 from trimtab_operator.report.status import build_status
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
@@ -353,7 +353,8 @@ class FakeCluster:
 
     def lets_go(self, name: str) -> bool:
         """Whether the PodDisruptionBudget lets a pod be evicted now, as the API server asks it: one that is not Ready
-        always."""
+        always.
+        """
         if not is_pod_ready(self.pods[name]):
             return True
         sets = [made for (kind, _), made in self.objects.items() if kind == "StatefulSet"]
@@ -547,7 +548,7 @@ class FakeCluster:
     async def get(self, _kind: str, _namespace: str | None, _name: str) -> dict[str, Any] | None:
         return self.body and dict(self.body)
 
-    async def observe(self, _deployment: InferenceDeployment) -> ObservedChildren:
+    async def list_children(self, _deployment: InferenceDeployment) -> ObservedChildren:
         if self.failures:
             raise self.failures.pop(0)
         return self.children()
@@ -592,23 +593,23 @@ class FakeCluster:
         self._written()
 
 
-class FakeEngines:
-    """The engines of a FakeCluster, with the verbs of `edge.engines.Engines`."""
+class FakeEnginePoller:
+    """The engines of a FakeCluster, with the methods of `EnginePoller`."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
-        self.believed: list[bool] = []
+        self.allowed_stale: list[bool] = []
         """Of each look, whether last words were believed."""
 
-    async def look(
+    async def poll(
         self,
         targets: Iterable[EngineTarget],
         _tokens: Tokens,
         _asked: MetricsSettings | None = None,
         *,
-        believes_last_words: bool = False,
+        allow_stale_engine_status: bool = False,
     ) -> dict[str, EngineObservation]:
-        self.believed.append(believes_last_words)
+        self.allowed_stale.append(allow_stale_engine_status)
         return {target.group: self.cluster.said(target) for target in targets}
 
     async def patch(self, orders: Iterable[Patch], _tokens: Tokens, on_answer: OnAnswer) -> None:
@@ -623,7 +624,7 @@ class FakeEngines:
 def a_reconciler(cluster: FakeCluster, http: aiohttp.ClientSession | None = None) -> Reconciler:
     """The loops' shared part, at work on this cluster."""
     door = cast("Cluster", cluster)
-    eyes = Eyes(
+    observer = ClusterObserver(
         door,
         Nodes(door, lambda: cluster.now),
         cluster.secret,
@@ -632,14 +633,14 @@ def a_reconciler(cluster: FakeCluster, http: aiohttp.ClientSession | None = None
         lambda: cluster.now,
         installation=cluster.installation,
     )
-    hands = Hands(door, OperatorMetrics(), eyes.clock)
+    executor = Executor(door, OperatorMetrics(), observer.clock)
     unused = cast("aiohttp.ClientSession", http)
-    return Reconciler(eyes, hands, unused, Heartbeats(max_age_seconds=60.0), WakeUps())
+    return Reconciler(observer, executor, unused, Heartbeats(max_age_seconds=60.0), WorkQueue())
 
 
-def a_loop(cluster: FakeCluster) -> Loop:
+def a_loop(cluster: FakeCluster) -> ReconcileLoop:
     """A loop that has just begun, and that knows nothing."""
-    return Loop(KEY, cast("Engines", FakeEngines(cluster)))
+    return ReconcileLoop(KEY, cast("EnginePoller", FakeEnginePoller(cluster)))
 
 
 def _is_made_from(pod: dict[str, Any], owner: dict[str, Any], template: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What the door to the API server takes for its own, for gone, and for somebody else's."""
+"""API client: ownership, missing objects and objects of other owners."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trimtab_operator.builders.labels import common_labels
 from trimtab_operator.errors import NameTaken, NotYet
 from trimtab_operator.kube.client import (
     API_ERRORS,
-    MAX_CALLS_AT_ONCE,
+    MAX_CONCURRENT_CALLS,
     Cluster,
-    is_of_a_former_namesake,
+    belongs_to_deleted_owner,
     is_of_workload,
 )
 
@@ -33,18 +33,16 @@ from trimtab_operator.kube.client import (
         ({"kind": "StatefulSet", "name": "m-g0", "controller": False, "uid": "u-g0"}, False),
         ({"kind": "StatefulSet", "name": "other-g0", "controller": True}, False),
         ({"kind": "ReplicaSet", "name": "m-g0", "controller": True}, False),
-        (None, False),  # anybody may give a pod our labels
+        (None, False),  # anyone can set the operator's labels on a pod
     ],
 )
-def test_a_pod_is_known_by_its_controllers_uid_and_not_by_its_labels(
-    owner: dict[str, Any] | None, is_ours: bool
-) -> None:
+def test_pod_ownership_is_checked_by_controller_uid(owner: dict[str, Any] | None, is_ours: bool) -> None:
     pod = {"metadata": {"name": "m-g0-0", "ownerReferences": [owner] if owner else []}}
     assert is_of_workload(pod, "m", {"m-g0": "u-g0", "m-facts": "u-facts"}) is is_ours
 
 
 class Answers(Cluster):
-    """A door behind which the API server gives one answer to everything."""
+    """API client with one response to all requests."""
 
     def __init__(self, answer: dict[str, Any] | Exception) -> None:
         super().__init__()
@@ -72,7 +70,7 @@ def a_status(name: str) -> str:
     return json.dumps({"kind": "Status", "reason": "NotFound", "details": {"name": name, "kind": "x"}, "code": 404})
 
 
-async def test_each_object_of_a_list_says_its_kind_and_is_confirmed_by_it() -> None:
+async def test_listed_objects_have_their_kind() -> None:
     pod = {"metadata": {"namespace": "n", "name": "m-g0-0", "resourceVersion": "7"}}  # as in an answer to a list
     door = Answers({"kind": "PodList", "items": [pod]})
     known = await door.list("Pod", "n")
@@ -83,12 +81,12 @@ async def test_each_object_of_a_list_says_its_kind_and_is_confirmed_by_it() -> N
     assert not await door.are_current(known)
 
 
-async def test_what_the_api_server_says_is_not_there_is_none() -> None:
+async def test_get_missing_object_returns_none() -> None:
     assert await Answers(not_found(a_status("m"))).get("Pod", "n", "m") is None
 
 
 @pytest.mark.parametrize("body", ["404 page not found\n", None, "", "{}", "[]", '{"reason": "NotFound", "details": 1}'])
-async def test_a_404_of_an_api_server_that_does_not_serve_the_kind_yet_says_nothing_of_the_object(
+async def test_404_of_unserved_kind_is_raised(
     body: str | None,
 ) -> None:
     with pytest.raises(NotFoundError):
@@ -107,8 +105,9 @@ def refused(status: int, reason: str = "", message: str = "", **details: Any) ->
 
 
 class Keeps(Cluster):
-    """A door behind which the API server has one object, or none, and notes what it is asked. Where `makes_versioned`
-    is not so, it makes no object whose version is given."""
+    """API client with one stored object or none; records its requests. If not `makes_versioned`, the API server
+    rejects creation with a resourceVersion.
+    """
 
     def __init__(self, present: dict[str, Any] | None, *, makes_versioned: bool = True) -> None:
         super().__init__()
@@ -140,7 +139,7 @@ class Keeps(Cluster):
 SET = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
 
 
-async def test_a_child_is_made_in_one_call_which_makes_nothing_where_something_is() -> None:
+async def test_new_child_is_created_in_one_call() -> None:
     door = Keeps(None)
     await door.apply(SET, a_deployment(), is_new=True)
     assert door.asked == ["patch"]
@@ -152,9 +151,9 @@ async def test_a_child_is_made_in_one_call_which_makes_nothing_where_something_i
     assert (door.present, door.asked) == (made, ["patch", "get"])
 
 
-async def test_what_comes_between_a_look_and_a_write_is_not_written_over() -> None:
+async def test_concurrent_creation_is_not_overwritten() -> None:
     class Busy(Keeps):
-        """Whenever somebody has looked, it is another object."""
+        """The object is replaced after each read."""
 
         async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
             seen, self.present = self.present, owned_by(uid="u-other")
@@ -168,7 +167,7 @@ async def test_what_comes_between_a_look_and_a_write_is_not_written_over() -> No
     assert door.present == owned_by(uid="u-other")
 
 
-async def test_an_api_server_that_makes_nothing_with_a_version_is_asked_without() -> None:
+async def test_create_without_version_on_older_api_server() -> None:
     door = Keeps(None, makes_versioned=False)
     await door.apply(SET, a_deployment(), is_new=True)
     assert door.asked == ["patch", "get", "patch"]
@@ -178,7 +177,7 @@ async def test_an_api_server_that_makes_nothing_with_a_version_is_asked_without(
     assert door.asked == ["get", "patch"], "it is known by now"
 
 
-async def test_another_refusal_is_told_as_it_is() -> None:
+async def test_other_create_error_is_raised() -> None:
     door = Answers(refused(422, "Invalid", 'StatefulSet.apps "m-g0" is invalid: spec.template: Invalid value'))
     with pytest.raises(API_ERRORS, match="Invalid value"):
         await door.apply(SET, a_deployment(), is_new=True)
@@ -192,22 +191,20 @@ def owned_by(**owner: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("present", "error"),
     [
-        (owned_by(uid="u-before"), NotYet),  # goes with the resource that was deleted
+        (owned_by(uid="u-before"), NotYet),  # deleted with its former owner
         (owned_by(name="another", uid="u-another"), NameTaken),
         (owned_by(kind="StatefulSet", uid="u-set"), NameTaken),
         ({"metadata": {"name": "m-g0"}}, NameTaken),
     ],
 )
-async def test_a_child_that_is_there_already_is_waited_for_if_it_is_about_to_go(
-    present: dict[str, Any], error: type[Exception]
-) -> None:
+async def test_child_of_deleted_owner_is_awaited(present: dict[str, Any], error: type[Exception]) -> None:
     manifest = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
     with pytest.raises(error):
         await Keeps(present).apply(manifest, a_deployment(), is_new=True)
 
 
-async def test_a_replica_that_is_there_already_is_looked_at_before_it_is_written_over() -> None:
-    """Watches are about to tell of it; without its labels they never would."""
+async def test_existing_stateful_set_is_observed_first() -> None:
+    """The watches are about to report it; without its labels they never would."""
     manifest = {"kind": "StatefulSet", "metadata": {"namespace": "n", "name": "m-g0"}}
     present = owned_by()
     await Keeps(present).apply(manifest, a_deployment(), is_new=True)
@@ -216,8 +213,8 @@ async def test_a_replica_that_is_there_already_is_looked_at_before_it_is_written
         await Keeps(present).apply(manifest, a_deployment(), is_new=True)
 
 
-def test_its_own_child_is_of_no_former_namesake() -> None:
-    assert not is_of_a_former_namesake(owned_by(), a_deployment())
+def test_own_child_does_not_belong_to_deleted_owner() -> None:
+    assert not belongs_to_deleted_owner(owned_by(), a_deployment())
 
 
 @pytest.mark.parametrize(
@@ -228,14 +225,12 @@ def test_its_own_child_is_of_no_former_namesake() -> None:
         (not_found("404 page not found"), None),  # Kubernetes before 1.21
     ],
 )
-async def test_budgets_are_looked_for_where_the_cluster_serves_them(
-    answer: dict[str, Any] | Exception, budgets: tuple[()] | None
-) -> None:
+async def test_budgets_are_listed_only_if_served(answer: dict[str, Any] | Exception, budgets: tuple[()] | None) -> None:
     found = await Answers(answer)._optional_children(a_deployment())
     assert found.get("PodDisruptionBudget") == budgets
 
 
-async def test_what_only_guards_and_watches_engines_is_read_once_a_minute_and_after_each_write() -> None:
+async def test_optional_children_are_cached_for_a_minute() -> None:
     door = Answers({"resources": [{"name": "poddisruptionbudgets"}], "items": []})
     first = await door._optional_children(a_deployment())
     assert await door._optional_children(a_deployment()) is first
@@ -245,7 +240,7 @@ async def test_what_only_guards_and_watches_engines_is_read_once_a_minute_and_af
 
 
 class Slow(Cluster):
-    """A door behind which nothing is answered but what concerns the Lease."""
+    """API client in which only Lease requests complete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,26 +250,26 @@ class Slow(Cluster):
         group = "apis/coordination.k8s.io/v1/" if kind == "Lease" else "api/v1/"
         return f"/{group}{kind}/{namespace}/{name}"
 
-    async def _answer(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    async def _send(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         if "Lease" not in path:
             self.under_way += 1
             await asyncio.Event().wait()
         return {"kind": "Lease"}
 
 
-async def test_the_lease_waits_for_no_burst_of_other_calls_which_is_bounded() -> None:
+async def test_lease_call_bypasses_concurrency_limit() -> None:
     cluster = Slow()
     burst = [asyncio.create_task(cluster.get("Pod", "n", f"m-{number}")) for number in range(1000)]
     await asyncio.sleep(0)
     assert await cluster.get("Lease", "n", "trimtab") == {"kind": "Lease"}
-    assert cluster.under_way == MAX_CALLS_AT_ONCE
+    assert cluster.under_way == MAX_CONCURRENT_CALLS
     for task in burst:
         task.cancel()
     await asyncio.gather(*burst, return_exceptions=True)
 
 
 class Evicts(Answers):
-    """A door behind which evictions get one answer, and deletions are noted."""
+    """API client with one response to evictions; records deletions."""
 
     def __init__(self, answer: dict[str, Any] | Exception) -> None:
         super().__init__(answer)
@@ -290,7 +285,7 @@ class Evicts(Answers):
 
 
 def forbidding(budget: str) -> dict[str, Any]:
-    """As Kubernetes words it."""
+    """Return the cause as Kubernetes words it."""
     message = f"The disruption budget {budget} needs 2 healthy pods and has 2 currently"
     return {"causes": [{"reason": "DisruptionBudget", "message": message}]}
 
@@ -301,14 +296,14 @@ def forbidding(budget: str) -> dict[str, Any]:
         ({"kind": "Status", "status": "Success"}, True, False),
         (refused(429, "TooManyRequests", **forbidding("m")), False, False),
         (refused(429, "TooManyRequests", retryAfterSeconds=1), False, False),  # the API server is busy
-        (refused(429, "TooManyRequests", **forbidding("m-2")), True, True),  # somebody else's, which stops no change
+        (refused(429, "TooManyRequests", **forbidding("m-2")), True, True),  # of another owner, which does not block
         (refused(500, "InternalError"), True, True),  # two budgets for one pod
         (refused(403, "Forbidden"), True, True),
         (refused(404, "NotFound"), True, True),  # Kubernetes before 1.22, or the pod is gone
         (refused(409, "Conflict"), True, False),  # another pod by now
     ],
 )
-async def test_a_pod_goes_unless_its_own_budget_keeps_it(
+async def test_evict_is_blocked_by_own_budget_only(
     answer: dict[str, Any] | Exception, goes: bool, is_deleted: bool
 ) -> None:
     door = Evicts(answer)

@@ -1,4 +1,4 @@
-"""How the API server is asked: by whom, in which words, and what its refusals become."""
+"""HTTP requests to the API server: credentials, content types and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import kubernetes.aio.client
 import pytest
 from aiohttp import web
 from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
-from trimtab_operator.kube.http import ApiHttp, is_behind_a_proxy, read, written
+from trimtab_operator.kube.http import ApiHttp, parse_json, to_json_bytes, uses_proxy
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 SOON = aiohttp.ClientTimeout(total=60.0)
@@ -22,7 +22,7 @@ SOON = aiohttp.ClientTimeout(total=60.0)
 
 @dataclass
 class Server:
-    """An API server that says one thing, and remembers what it was asked."""
+    """API server with one response; records the requests."""
 
     status: int = 200
     text: str = '{"kind": "Pod"}'
@@ -50,7 +50,7 @@ async def asking(server: Server, **options: Any) -> AsyncIterator[ApiHttp]:
         await runner.cleanup()
 
 
-async def test_a_request_says_who_asks_and_in_which_form() -> None:
+async def test_request_has_credentials_and_content_type() -> None:
     server = Server()
     async with asking(server, api_key={"BearerToken": "t"}, api_key_prefix={"BearerToken": "Bearer"}) as http:
         response = await http.request(
@@ -72,7 +72,7 @@ async def test_a_request_says_who_asks_and_in_which_form() -> None:
     assert json.loads(body) == {"metadata": {"name": "ü"}}
 
 
-async def test_a_token_that_is_renewed_is_used_from_then_on() -> None:
+async def test_renewed_token_is_used() -> None:
     server = Server()
     async with asking(server) as http:
 
@@ -89,9 +89,7 @@ async def test_a_token_that_is_renewed_is_used_from_then_on() -> None:
 @pytest.mark.parametrize(
     ("status", "kind"), [(404, NotFoundError), (409, ConflictError), (418, DynamicApiError), (301, DynamicApiError)]
 )
-async def test_a_refusal_is_told_in_the_librarys_errors_and_the_servers_words(
-    status: int, kind: type[DynamicApiError]
-) -> None:
+async def test_error_status_raises_library_exception(status: int, kind: type[DynamicApiError]) -> None:
     server = Server(status, '{"kind": "Status", "message": "no"}')
     async with asking(server) as http:
         with pytest.raises(kind) as refused:
@@ -109,7 +107,7 @@ async def test_a_refusal_is_told_in_the_librarys_errors_and_the_servers_words(
         ({"http_proxy": "http://proxy:3128"}, "https://10.0.0.1:443", False),
     ],
 )
-def test_the_environments_proxies_are_heeded_where_there_are_any(
+def test_environment_proxies_are_used(
     named: dict[str, str], host: str, is_behind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in PROXIES:
@@ -117,7 +115,7 @@ def test_the_environments_proxies_are_heeded_where_there_are_any(
         monkeypatch.delenv(name.upper(), raising=False)
     for name, value in named.items():
         monkeypatch.setenv(name, value)
-    assert is_behind_a_proxy(host) is is_behind
+    assert uses_proxy(host) is is_behind
 
 
 @pytest.mark.parametrize(
@@ -127,15 +125,15 @@ def test_the_environments_proxies_are_heeded_where_there_are_any(
         {"message": "half of a pair: \ud800"},  # as an engine may word its end
         functools.reduce(
             lambda inside, _: {"in": inside}, range(400), dict[str, Any]()
-        ),  # as anybody may nest a template
+        ),  # anyone may nest a template like this
     ],
 )
-def test_whatever_json_says_is_read_and_written(value: dict[str, Any]) -> None:
-    assert json.loads(written(value)) == value
-    assert read(json.dumps(value).encode()) == value
+def test_json_round_trip_of_unusual_values(value: dict[str, Any]) -> None:
+    assert json.loads(to_json_bytes(value)) == value
+    assert parse_json(json.dumps(value).encode()) == value
 
 
-def test_what_is_no_json_is_a_value_error() -> None:
+def test_invalid_json_raises_value_error() -> None:
     for text in (b"", b"{", b"<html>"):
         with pytest.raises(ValueError, match="Expecting"):
-            read(text)
+            parse_json(text)

@@ -1,4 +1,4 @@
-"""What watches tell is what looks see; what this process wrote is waited for; what is silent is not believed."""
+"""Informer cache: watch events, own writes and stale kinds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import virtual_time
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL
-from trimtab_operator.kube.informer_cache import SILENT_SECONDS, Cache, Heard, Store
+from trimtab_operator.kube.informer_cache import STALE_SECONDS, Cache, Store, SyncState
 from trimtab_operator.resource.spec import KIND
 
 OWNER = ("n", "m")
@@ -25,7 +25,7 @@ def the_resource(version: int = 1) -> dict[str, Any]:
 
 
 class Rung:
-    """A cache of pods and resources that was listed at version 10, and who was rung since."""
+    """Cache of pods and resources, listed at version 10, that records the enqueued owners."""
 
     def __init__(self, *pods: dict[str, Any], namespace: str | None = None) -> None:
         self.now = 0.0
@@ -33,8 +33,8 @@ class Rung:
         self.pods, self.resources = Store("Pod", namespace), Store(KIND, namespace)
         rings = lambda *owner: self.rung.append(owner)  # noqa: E731
         self.cache = Cache((self.pods, self.resources), rings, clock=lambda: self.now)
-        self.cache.listed(self.pods, pods, 10)
-        self.cache.listed(self.resources, [the_resource()], 10)
+        self.cache.replace_all(self.pods, pods, 10)
+        self.cache.replace_all(self.resources, [the_resource()], 10)
         self.rung.clear()
 
     @property
@@ -42,58 +42,56 @@ class Rung:
         return [made["metadata"]["name"] for made in self.cache.of("Pod", OWNER)]
 
 
-def test_what_is_told_is_seen_by_whom_it_belongs_to_and_rings_there() -> None:
+def test_watch_event_updates_owner_and_enqueues_it() -> None:
     known = Rung(a_pod("m-g0-0"), a_pod("other-g0-0", owner="other"))
     assert known.names == ["m-g0-0"]
-    known.cache.changed(known.pods, "ADDED", a_pod("m-g1-0", 11))
+    known.cache.apply_event(known.pods, "ADDED", a_pod("m-g1-0", 11))
     assert known.names == ["m-g0-0", "m-g1-0"]
-    known.cache.changed(known.pods, "DELETED", a_pod("m-g0-0", 12))
+    known.cache.apply_event(known.pods, "DELETED", a_pod("m-g0-0", 12))
     assert known.names == ["m-g1-0"]
     assert known.rung == [OWNER, OWNER]
 
 
-def test_an_object_whose_label_moves_leaves_the_one_it_belonged_to() -> None:
+def test_relabelled_object_moves_to_new_owner() -> None:
     known = Rung(a_pod())
-    known.cache.changed(known.pods, "MODIFIED", a_pod(version=11, owner="other"))
+    known.cache.apply_event(known.pods, "MODIFIED", a_pod(version=11, owner="other"))
     assert known.names == []
     assert known.cache.of("Pod", ("n", "other"))
 
 
-def test_a_new_list_rings_only_where_something_changed() -> None:
+def test_relist_enqueues_changed_owners_only() -> None:
     known = Rung(a_pod("m-g0-0"), a_pod("other-g0-0", owner="other"), a_pod("third-g0-0", owner="third"))
-    known.cache.listed(known.pods, [a_pod("m-g0-0"), a_pod("other-g0-0", 15, owner="other")], 20)
+    known.cache.replace_all(known.pods, [a_pod("m-g0-0"), a_pod("other-g0-0", 15, owner="other")], 20)
     assert sorted(known.rung) == [("n", "other"), ("n", "third")]
 
 
-def test_managed_fields_are_not_kept() -> None:
+def test_managed_fields_are_dropped() -> None:
     known = Rung(a_pod(managedFields=[{"manager": "somebody"}]))
     assert "managedFields" not in known.cache.of("Pod", OWNER)[0]["metadata"]
 
 
-def test_our_own_status_rings_nobody_and_another_one_does() -> None:
+def test_own_status_write_enqueues_nothing() -> None:
     known = Rung()
-    known.cache.wrote(KIND, OWNER, the_resource(11))
-    known.cache.changed(known.resources, "MODIFIED", the_resource(11))
+    known.cache.record_write(KIND, OWNER, the_resource(11))
+    known.cache.apply_event(known.resources, "MODIFIED", the_resource(11))
     assert known.rung == []
-    known.cache.changed(known.resources, "MODIFIED", the_resource(12))
+    known.cache.apply_event(known.resources, "MODIFIED", the_resource(12))
     assert known.rung == [OWNER]
 
 
 @pytest.mark.parametrize(("kind", "rings"), [("StatefulSet", []), ("NetworkPolicy", []), ("Service", [OWNER])])
-def test_what_was_written_here_rings_nobody_unless_the_api_server_adds_to_it(
-    kind: str, rings: list[tuple[str, str]]
-) -> None:
+def test_own_write_enqueues_only_completed_kinds(kind: str, rings: list[tuple[str, str]]) -> None:
     rung: list[tuple[str, str]] = []
     store = Store(kind)
     cache = Cache([store], lambda *owner: rung.append(owner))
-    cache.listed(store, [], 10)
-    cache.wrote(kind, OWNER, a_pod("m-g0", 11))
-    cache.changed(store, "ADDED", a_pod("m-g0", 11))
+    cache.replace_all(store, [], 10)
+    cache.record_write(kind, OWNER, a_pod("m-g0", 11))
+    cache.apply_event(store, "ADDED", a_pod("m-g0", 11))
     assert rung == rings
     assert cache.of(kind, OWNER)
-    for event, version in (("MODIFIED", 12), ("DELETED", 13)):  # by anybody
+    for event, version in (("MODIFIED", 12), ("DELETED", 13)):  # an external change
         rung.clear()
-        cache.changed(store, event, a_pod("m-g0", version, annotations={"somebody": "was here"}))
+        cache.apply_event(store, event, a_pod("m-g0", version, annotations={"somebody": "was here"}))
         assert rung == [OWNER]
 
 
@@ -102,122 +100,120 @@ def a_set(version: int, *, generation: int = 2, **status: Any) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", ["StatefulSet", "PodDisruptionBudget"])
-def test_what_controllers_count_rings_nobody_and_is_seen(kind: str) -> None:
-    """They write it several times for each change, and no turn reads it."""
+def test_controller_status_counts_enqueue_nothing(kind: str) -> None:
+    """Controllers update these fields several times per change, and no plan reads them."""
     rung: list[tuple[str, str]] = []
     store = Store(kind)
     cache = Cache([store], lambda *owner: rung.append(owner))
-    cache.listed(store, [a_set(10, readyReplicas=0, currentHealthy=0)], 10)
+    cache.replace_all(store, [a_set(10, readyReplicas=0, currentHealthy=0)], 10)
     rung.clear()
-    cache.changed(store, "MODIFIED", a_set(11, readyReplicas=1, currentHealthy=1))
+    cache.apply_event(store, "MODIFIED", a_set(11, readyReplicas=1, currentHealthy=1))
     assert rung == []
     (seen,) = cache.of(kind, OWNER)
     assert (seen["metadata"]["resourceVersion"], seen["status"]["readyReplicas"]) == ("11", 1)
-    cache.changed(store, "MODIFIED", {**a_set(12, readyReplicas=1), "spec": {"replicas": 2}})
+    cache.apply_event(store, "MODIFIED", {**a_set(12, readyReplicas=1), "spec": {"replicas": 2}})
     assert rung == [OWNER]
 
 
 @pytest.mark.parametrize(("generation", "rings"), [(1, []), (2, [OWNER])])
-def test_which_template_a_controller_has_seen_rings_where_pods_may_be_replaced_by_it(
-    generation: int, rings: list[tuple[str, str]]
-) -> None:
+def test_observed_generation_enqueues_after_template_change(generation: int, rings: list[tuple[str, str]]) -> None:
     rung: list[tuple[str, str]] = []
     store = Store("StatefulSet")
     cache = Cache([store], lambda *owner: rung.append(owner))
-    cache.listed(store, [a_set(10, generation=generation)], 10)
+    cache.replace_all(store, [a_set(10, generation=generation)], 10)
     rung.clear()
-    cache.changed(store, "MODIFIED", a_set(11, generation=generation, observedGeneration=generation))
+    cache.apply_event(store, "MODIFIED", a_set(11, generation=generation, observedGeneration=generation))
     assert rung == rings
 
 
-def test_a_pod_rings_whatever_is_written_of_it() -> None:
+def test_any_pod_change_enqueues() -> None:
     known = Rung(a_pod())
-    known.cache.changed(known.pods, "MODIFIED", a_pod(version=11))
+    known.cache.apply_event(known.pods, "MODIFIED", a_pod(version=11))
     assert known.rung == [OWNER]
 
 
-async def test_an_echo_is_one_until_a_look_has_heard_it() -> None:
-    """A watch that begins anew tells of the same again."""
+async def test_echo_is_ignored_until_settled() -> None:
+    """A restarted watch reports the same object again."""
     known = Rung()
-    known.cache.wrote("Pod", OWNER, a_pod(version=11))
+    known.cache.record_write("Pod", OWNER, a_pod(version=11))
     for _ in range(2):
-        known.cache.changed(known.pods, "ADDED", a_pod(version=11))
+        known.cache.apply_event(known.pods, "ADDED", a_pod(version=11))
     assert known.rung == []
-    assert await known.cache.settled(OWNER)
-    known.cache.changed(known.pods, "ADDED", a_pod(version=11))
+    assert await known.cache.wait_until_settled(OWNER)
+    known.cache.apply_event(known.pods, "ADDED", a_pod(version=11))
     assert known.rung == [OWNER]
 
 
-def test_what_a_loop_remembers_wakes_nobody_unless_it_is_gone() -> None:
+def test_state_config_map_enqueues_on_deletion_only() -> None:
     rung: list[tuple[str, str]] = []
     notes = Store("ConfigMap")
     cache = Cache([notes], lambda *owner: rung.append(owner))
     for event in ("ADDED", "MODIFIED"):
-        cache.changed(notes, event, a_pod("m-tuning"))
+        cache.apply_event(notes, event, a_pod("m-tuning"))
     assert rung == []
-    cache.changed(notes, "DELETED", a_pod("m-tuning"))
+    cache.apply_event(notes, "DELETED", a_pod("m-tuning"))
     assert rung == [OWNER]
 
 
-def test_a_look_waits_until_what_was_written_is_heard() -> None:
+def test_settle_waits_for_written_object() -> None:
     async def look() -> tuple[bool, float]:
         loop, known = asyncio.get_running_loop(), Rung()
-        known.cache.wrote("Pod", OWNER, a_pod(version=11))
-        loop.call_later(2.0, known.cache.changed, known.pods, "ADDED", a_pod(version=11))
-        return await known.cache.settled(OWNER), loop.time()
+        known.cache.record_write("Pod", OWNER, a_pod(version=11))
+        loop.call_later(2.0, known.cache.apply_event, known.pods, "ADDED", a_pod(version=11))
+        return await known.cache.wait_until_settled(OWNER), loop.time()
 
     assert virtual_time.run(look()) == (True, 2.0)
 
 
-def test_a_look_waits_until_what_was_deleted_is_heard_to_go() -> None:
+def test_settle_waits_for_deleted_object() -> None:
     async def look(event: str, **metadata: Any) -> tuple[bool, float]:
         loop, known = asyncio.get_running_loop(), Rung(a_pod())
-        known.cache.deleted("Pod", "n", "m-g0-0", "u-m-g0-0")
-        loop.call_later(1.0, known.cache.changed, known.pods, "MODIFIED", a_pod(version=11))  # something else
-        loop.call_later(2.0, known.cache.changed, known.pods, event, a_pod(version=12, **metadata))
-        return await known.cache.settled(OWNER), loop.time()
+        known.cache.record_delete("Pod", "n", "m-g0-0", "u-m-g0-0")
+        loop.call_later(1.0, known.cache.apply_event, known.pods, "MODIFIED", a_pod(version=11))  # something else
+        loop.call_later(2.0, known.cache.apply_event, known.pods, event, a_pod(version=12, **metadata))
+        return await known.cache.wait_until_settled(OWNER), loop.time()
 
     assert virtual_time.run(look("DELETED")) == (True, 2.0)
     assert virtual_time.run(look("MODIFIED", deletionTimestamp="2026-01-01T12:00:00Z")) == (True, 2.0)
 
 
-def test_what_is_not_heard_in_time_is_not_waited_for_any_longer() -> None:
+def test_settle_times_out() -> None:
     async def look() -> tuple[bool, bool]:
         known = Rung()
-        known.cache.wrote("Pod", OWNER, a_pod(version=11))
-        in_time = await known.cache.settled(OWNER)
-        known.cache.listed(known.pods, [a_pod(version=11)], 30)
-        return in_time, await known.cache.settled(OWNER)
+        known.cache.record_write("Pod", OWNER, a_pod(version=11))
+        in_time = await known.cache.wait_until_settled(OWNER)
+        known.cache.replace_all(known.pods, [a_pod(version=11)], 30)
+        return in_time, await known.cache.wait_until_settled(OWNER)
 
     assert virtual_time.run(look()) == (False, True)
 
 
-async def test_another_resource_is_waited_for_by_nobody() -> None:
+async def test_settle_ignores_other_resources() -> None:
     known = Rung()
-    known.cache.wrote("Pod", OWNER, a_pod(version=11))
-    assert await known.cache.settled(("n", "other"))
+    known.cache.record_write("Pod", OWNER, a_pod(version=11))
+    assert await known.cache.wait_until_settled(("n", "other"))
 
 
-@pytest.mark.parametrize(("seconds", "is_heard"), [(SILENT_SECONDS - 1, True), (SILENT_SECONDS + 1, False)])
-def test_a_kind_that_nobody_tells_of_is_not_believed(seconds: float, is_heard: bool) -> None:
+@pytest.mark.parametrize(("seconds", "is_synced"), [(STALE_SECONDS - 1, True), (STALE_SECONDS + 1, False)])
+def test_stale_kind_is_not_synced(seconds: float, is_synced: bool) -> None:
     known = Rung(a_pod())
     known.now += seconds
-    assert known.cache.is_heard("Pod", "n") is is_heard
-    known.cache.alive(known.pods)
-    assert known.cache.is_heard("Pod", "n")
+    assert known.cache.is_synced("Pod", "n") is is_synced
+    known.cache.mark_alive(known.pods)
+    assert known.cache.is_synced("Pod", "n")
 
 
-def test_a_cache_of_one_namespace_knows_no_other() -> None:
+def test_namespaced_cache_has_no_other_namespace() -> None:
     known = Rung(namespace="n")
-    assert known.cache.is_heard("Pod", "n")
-    assert not known.cache.is_heard("Pod", "elsewhere")
+    assert known.cache.is_synced("Pod", "n")
+    assert not known.cache.is_synced("Pod", "elsewhere")
 
 
-def test_a_kind_that_cannot_be_watched_is_neither_heard_nor_waited_for() -> None:
+def test_unserved_kind_is_not_synced_nor_awaited() -> None:
     known = Rung()
-    known.cache.not_served(known.pods)
-    assert known.pods.heard is Heard.NOT_SERVED
-    assert not known.cache.is_heard("Pod", "n")
+    known.cache.mark_not_served(known.pods)
+    assert known.pods.sync_state is SyncState.NOT_SERVED
+    assert not known.cache.is_synced("Pod", "n")
     assert known.cache.is_not_served("Pod", "n")
 
 
@@ -229,7 +225,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("levels", [1, 5000])
-def test_words_are_one_in_memory_for_all_objects_however_deep_an_object_is(levels: int) -> None:
+def test_strings_are_interned_at_any_depth(levels: int) -> None:
     store = Store("Pod")
     for name in ("one", "other"):
         word = "".join(["Clu", "sterIP"])  # no two of these are one object

@@ -1,4 +1,4 @@
-"""Leader by Lease: one holds it, others wait for its end by their own clock, and it can be given back."""
+"""Leader election by Lease: one holder, takeover by the local clock, and release."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import NotFoundError
 from one_lease import OneLease, a_conflict
 from trimtab_operator.kube.client import Cluster
-from trimtab_operator.kube.leader_election import ATTEMPT_SECONDS, LEASE_SECONDS, RENEW_SECONDS, LeaderLease, Sighting
+from trimtab_operator.kube.leader_election import (
+    ATTEMPT_TIMEOUT_SECONDS,
+    LEASE_SECONDS,
+    RENEW_SECONDS,
+    LeaderLease,
+    ObservedLease,
+)
 
 
 def a_candidate(server: OneLease, identity: str, **options: Any) -> LeaderLease:
     return LeaderLease(cast("Cluster", server), namespace="n", name="l", identity=identity, **options)
 
 
-async def test_the_first_one_leads_and_renews_and_the_second_stands_by() -> None:
+async def test_first_candidate_leads_second_waits() -> None:
     server = OneLease()
     first, second = a_candidate(server, "a"), a_candidate(server, "b")
-    assert await first.attempt() == "a"
-    assert await second.attempt() == "a"
-    assert await first.attempt() == "a"
+    assert await first.try_acquire() == "a"
+    assert await second.try_acquire() == "a"
+    assert await first.try_acquire() == "a"
     assert server.lease is not None
     assert server.lease["spec"]["leaseTransitions"] == 0
 
 
 class Counting(OneLease):
-    """Notes what it is asked."""
+    """API server that counts its requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,27 +53,27 @@ class Counting(OneLease):
         return await super().replace(manifest)
 
 
-async def test_who_leads_renews_by_one_request_and_reads_only_after_somebody_else_wrote() -> None:
+async def test_renewal_is_one_request_without_conflict() -> None:
     server = Counting()
     lease, other = a_candidate(server, "a"), a_candidate(server, "b")
-    await lease.attempt()
+    await lease.try_acquire()
     server.asked.clear()
     for _ in range(3):
-        assert await lease.attempt() == "a"
+        assert await lease.try_acquire() == "a"
     assert server.asked == ["put"] * 3
     assert server.lease is not None
-    server._store(server.lease)  # somebody labels it
-    assert await lease.attempt() == "a"
+    server._store(server.lease)  # an external change of its labels
+    assert await lease.try_acquire() == "a"
     assert server.asked[3:] == ["put", "get", "put"]
     server.lease["spec"]["holderIdentity"] = ""
     server._store(server.lease)
-    assert await other.attempt() == "b"
+    assert await other.try_acquire() == "b"
     server.asked.clear()
-    assert await lease.attempt() == "b"
+    assert await lease.try_acquire() == "b"
     assert server.asked == ["put", "get"]
 
 
-async def test_a_lease_that_somebody_deleted_is_made_again() -> None:
+async def test_deleted_lease_is_recreated() -> None:
     class Gone(OneLease):
         async def replace(self, manifest: dict[str, Any]) -> dict[str, Any]:
             if self.lease is None:
@@ -79,26 +85,26 @@ async def test_a_lease_that_somebody_deleted_is_made_again() -> None:
 
     server = Gone()
     lease = a_candidate(server, "a")
-    await lease.attempt()
+    await lease.try_acquire()
     server.lease = None
-    assert await lease.attempt() == "a"
+    assert await lease.try_acquire() == "a"
     assert server.lease is not None
 
 
-async def test_a_lease_that_was_given_back_is_taken_at_once() -> None:
+async def test_released_lease_is_acquired_at_once() -> None:
     server = OneLease()
     first, second = a_candidate(server, "a"), a_candidate(server, "b")
-    await first.attempt()
+    await first.try_acquire()
     await first.release()
-    assert await second.attempt() == "b"
-    assert await first.attempt() == "b"
+    assert await second.try_acquire() == "b"
+    assert await first.try_acquire() == "b"
     assert server.lease is not None
     assert server.lease["spec"]["leaseTransitions"] == 1
 
 
-async def test_a_lease_that_a_late_renewal_changes_while_it_is_given_back_is_given_back() -> None:
+async def test_release_survives_late_renewal() -> None:
     class Overtaken(OneLease):
-        """A renewal that was given up is carried out after all, just before the next write."""
+        """A cancelled renewal takes effect just before the next write."""
 
         is_late = False
 
@@ -112,7 +118,7 @@ async def test_a_lease_that_a_late_renewal_changes_while_it_is_given_back_is_giv
 
     server = Overtaken()
     lease = a_candidate(server, "a")
-    await lease.attempt()
+    await lease.try_acquire()
     server.is_late = True
     await lease.release()
     assert not lease.is_held
@@ -120,25 +126,25 @@ async def test_a_lease_that_a_late_renewal_changes_while_it_is_given_back_is_giv
     assert server.lease["spec"]["holderIdentity"] == ""
 
 
-def test_giving_a_lease_back_waits_for_no_api_server_that_says_nothing() -> None:
+def test_release_times_out() -> None:
     async def silence() -> float:
         server = FaultyLease(random.Random(1), badness=0.0)
         lease = a_candidate(server, "a")
-        await lease.attempt()
+        await lease.try_acquire()
         server.is_gone = True
         since = asyncio.get_running_loop().time()
         await lease.release()
         return asyncio.get_running_loop().time() - since
 
-    assert virtual_time.run(silence()) <= ATTEMPT_SECONDS
+    assert virtual_time.run(silence()) <= ATTEMPT_TIMEOUT_SECONDS
 
 
-def test_a_lease_expires_by_our_own_clock_after_it_was_last_seen_to_change() -> None:
+def test_lease_expires_by_local_clock() -> None:
     lease: dict[str, Any] = {
         "metadata": {"resourceVersion": "1"},
         "spec": {"holderIdentity": "a", "leaseDurationSeconds": 15},
     }
-    sighting = Sighting()
+    sighting = ObservedLease()
     assert not sighting.is_expired(lease, now=1000.0)
     assert not sighting.is_expired(lease, now=1000.0 + LEASE_SECONDS)
     assert sighting.is_expired(lease, now=1001.0 + LEASE_SECONDS)
@@ -150,7 +156,7 @@ def test_a_lease_expires_by_our_own_clock_after_it_was_last_seen_to_change() -> 
 
 
 class FaultyLease(OneLease):
-    """An API server that is slow, hangs, or fails before or after it did what it was asked, by `chance`."""
+    """API server that is slow, hangs, or fails before or after the operation, with probability `chance`."""
 
     def __init__(self, chance: random.Random, badness: float) -> None:
         super().__init__()
@@ -187,18 +193,18 @@ class FaultyLease(OneLease):
 
 
 async def leads(lease: LeaderLease, held: list[tuple[float, float]], stop_at: float) -> None:
-    """Lead again and again, as pods that restart do; note from when to when."""
+    """Lead repeatedly, like restarting pods; record the intervals."""
     now = asyncio.get_running_loop().time
     while now() < stop_at:
         await lease.acquire()
         since = now()
-        await lease.keep()
+        await lease.renew_until_lost()
         held.append((since, now()))
         await asyncio.sleep(1.0)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_never_lead_at_once_whatever_the_api_server_does(seed: int) -> None:
+def test_never_two_leaders_under_api_faults(seed: int) -> None:
     async def contest() -> list[tuple[float, float]]:
         chance = random.Random(seed)
         server = FaultyLease(chance, badness=chance.choice((0.05, 0.3, 0.6)))
@@ -215,12 +221,12 @@ def test_two_never_lead_at_once_whatever_the_api_server_does(seed: int) -> None:
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(held)), held
 
 
-def test_a_leader_that_hears_nothing_any_more_stops_before_others_may_start() -> None:
+def test_partitioned_leader_stops_before_takeover() -> None:
     async def silence() -> float:
         server = FaultyLease(random.Random(1), badness=0.0)
         lease = a_candidate(server, "a")
         await lease.acquire()
-        keeping = asyncio.create_task(lease.keep())
+        keeping = asyncio.create_task(lease.renew_until_lost())
         await asyncio.sleep(7.0)
         server.is_gone = True
         since = asyncio.get_running_loop().time()
@@ -231,13 +237,13 @@ def test_a_leader_that_hears_nothing_any_more_stops_before_others_may_start() ->
     assert virtual_time.run(silence()) <= RENEW_SECONDS
 
 
-def test_a_leader_that_may_not_renew_for_a_while_leads_on_and_one_that_may_not_any_more_is_followed() -> None:
+def test_blocked_leader_is_replaced_after_expiry() -> None:
     async def blocked() -> tuple[float, bool]:
         server, now = OneLease(), asyncio.get_running_loop().time
         may_renew = [True]
         first = a_candidate(server, "a", may_renew=lambda: may_renew[0])
         await first.acquire()
-        keeping = asyncio.create_task(first.keep())
+        keeping = asyncio.create_task(first.renew_until_lost())
         for may_renew[0] in [False, True] * 20:
             await asyncio.sleep(RENEW_SECONDS / 2)
         was_held = first.is_held
@@ -255,13 +261,13 @@ def test_a_leader_that_may_not_renew_for_a_while_leads_on_and_one_that_may_not_a
     assert took <= FAILOVER_SECONDS - START_SECONDS
 
 
-FAILOVER_SECONDS = 20.0  # from the leader's end to the first turn of another
+FAILOVER_SECONDS = 20.0  # from the end of the leader to the first tick of the next
 START_SECONDS = 2.0  # of these, for the watches of the one that takes over
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_leader_that_is_killed_at_any_moment_is_followed_within_20_seconds(seed: int) -> None:
-    """By an API server that takes up to half a second for each answer."""
+def test_killed_leader_is_replaced_within_20_seconds(seed: int) -> None:
+    """The API server takes up to half a second per response."""
 
     async def failover() -> float:
         chance = random.Random(seed)
@@ -269,7 +275,7 @@ def test_a_leader_that_is_killed_at_any_moment_is_followed_within_20_seconds(see
         now = asyncio.get_running_loop().time
         first = a_candidate(server, "a")
         await first.acquire()
-        keeping = asyncio.create_task(first.keep())
+        keeping = asyncio.create_task(first.renew_until_lost())
         await asyncio.sleep(chance.uniform(0.0, 3.0))
         second = asyncio.create_task(a_candidate(server, "b").acquire())
         await asyncio.sleep(chance.uniform(5.0, 30.0))
@@ -282,7 +288,7 @@ def test_a_leader_that_is_killed_at_any_moment_is_followed_within_20_seconds(see
 
 
 class SlowLease(OneLease):
-    """An API server that needs some time for every answer."""
+    """API server with slow responses."""
 
     def __init__(self, chance: random.Random, *, longest: float) -> None:
         super().__init__()
@@ -297,8 +303,8 @@ class SlowLease(OneLease):
         return await super().replace(manifest)
 
 
-def test_a_leader_that_was_stopped_for_long_knows_at_once_that_it_leads_no_more() -> None:
-    """SIGSTOP: its own clock went on, and whoever asks before a write is told."""
+def test_suspended_leader_notices_expiry_at_once() -> None:
+    """SIGSTOP: the clock went on, so `is_held` is False before the next write."""
 
     async def frozen() -> None:
         lease = a_candidate(FaultyLease(random.Random(1), badness=0.0), "a")

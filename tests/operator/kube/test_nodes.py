@@ -1,4 +1,4 @@
-"""Nodes are read once a minute at most, and not seeing them is no failure."""
+"""Nodes are listed once a minute at most, and a missing permission is not an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab_operator.kube.nodes import FRESH_SECONDS, Nodes
 
 
 class FakeCluster:
-    """Counts how often nodes are listed; `status` is the API server's refusal."""
+    """Cluster that counts node lists; `status` is the error of the API server."""
 
     def __init__(self, status: int | None = None) -> None:
         self.status, self.lists = status, 0
@@ -23,30 +23,30 @@ class FakeCluster:
         return [{"metadata": {"name": "n"}}]
 
 
-async def test_nodes_are_read_again_only_when_they_are_old() -> None:
+async def test_nodes_are_cached_until_stale() -> None:
     cluster, now = FakeCluster(), [0.0]
     nodes = Nodes(cast("Cluster", cluster), clock=lambda: now[0])
     for moment, lists in ((0.0, 1), (FRESH_SECONDS - 1, 1), (FRESH_SECONDS, 2)):
         now[0] = moment
-        assert len(await nodes.present() or ()) == 1
+        assert len(await nodes.list_nodes() or ()) == 1
         assert cluster.lists == lists
 
 
-async def test_who_needs_them_fresher_has_them_read_sooner_for_all() -> None:
+async def test_nodes_fresh_seconds_forces_new_list() -> None:
     cluster, now = FakeCluster(), [0.0]
     nodes = Nodes(cast("Cluster", cluster), clock=lambda: now[0])
     for now[0], fresh_seconds, lists in ((0.0, 60.0, 1), (4.0, 5.0, 1), (5.0, 5.0, 2), (64.0, 60.0, 2)):
-        await nodes.present(fresh_seconds=fresh_seconds)
+        await nodes.list_nodes(fresh_seconds=fresh_seconds)
         assert cluster.lists == lists
 
 
-async def test_without_the_right_to_see_nodes_there_are_none_to_judge_by() -> None:
-    assert await Nodes(cast("Cluster", FakeCluster(403))).present() is None
+async def test_nodes_without_permission_returns_none() -> None:
+    assert await Nodes(cast("Cluster", FakeCluster(403))).list_nodes() is None
     with pytest.raises(API_ERRORS):
-        await Nodes(cast("Cluster", FakeCluster(500))).present()
+        await Nodes(cast("Cluster", FakeCluster(500))).list_nodes()
 
 
-async def test_a_thousand_who_ask_at_once_are_served_by_one_list() -> None:
+async def test_concurrent_node_requests_share_one_list() -> None:
     class SlowCluster(FakeCluster):
         async def list(self, kind: str, namespace: str | None) -> list[dict[str, Any]]:
             await asyncio.sleep(0)
@@ -54,13 +54,13 @@ async def test_a_thousand_who_ask_at_once_are_served_by_one_list() -> None:
 
     cluster = SlowCluster()
     nodes = Nodes(cast("Cluster", cluster), clock=lambda: 0.0)
-    found = await asyncio.gather(*(nodes.present() for _ in range(1000)))
+    found = await asyncio.gather(*(nodes.list_nodes() for _ in range(1000)))
     assert cluster.lists == 1
     assert all(len(each or ()) == 1 for each in found)
 
 
 class HeldUp(FakeCluster):
-    """Nodes are told of once they may be."""
+    """Cluster whose node list is delayed."""
 
     def __init__(self, status: int | None = None) -> None:
         super().__init__(status)
@@ -73,25 +73,25 @@ class HeldUp(FakeCluster):
 
 
 async def asked_in_vain(nodes: Nodes) -> None:
-    """Somebody asks who does not wait for the answer."""
-    asking = asyncio.create_task(nodes.present())
+    """Start a request and cancel it."""
+    asking = asyncio.create_task(nodes.list_nodes())
     for _ in range(10):
         await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
 
 
-async def test_a_list_that_takes_longer_than_those_wait_who_ask_is_there_for_the_next_one() -> None:
+async def test_slow_node_list_survives_cancellation() -> None:
     cluster = HeldUp()
     nodes = Nodes(cast("Cluster", cluster), clock=lambda: 0.0)
     for _ in range(3):
         await asked_in_vain(nodes)
     cluster.may_go.set()
-    assert len(await nodes.present() or ()) == 1
+    assert len(await nodes.list_nodes() or ()) == 1
     assert cluster.begun == 1
 
 
-async def test_a_list_that_fails_once_nobody_waits_for_it_is_asked_for_again() -> None:
+async def test_failed_node_list_is_retried() -> None:
     cluster = HeldUp(500)
     nodes = Nodes(cast("Cluster", cluster), clock=lambda: 0.0)
     await asked_in_vain(nodes)
@@ -100,4 +100,4 @@ async def test_a_list_that_fails_once_nobody_waits_for_it_is_asked_for_again() -
         await asyncio.sleep(0)
     assert cluster.lists == 1
     cluster.status = None
-    assert len(await nodes.present() or ()) == 1
+    assert len(await nodes.list_nodes() or ()) == 1

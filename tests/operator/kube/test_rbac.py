@@ -1,4 +1,4 @@
-"""A right that is missing is told by its verb, kind and namespace; other refusals with 403 are no matter of rights."""
+"""Missing permissions are parsed with verb, kind and namespace; other 403 responses are not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
-from trimtab_operator.kube.rbac import Right, missing_right, server_words
+from trimtab_operator.kube.rbac import MissingPermission, missing_permission, server_message
 
 USER = 'User "system:serviceaccount:trimtab-system:trimtab"'
 IN_APPS = 'in API group "apps" in the namespace "team-a"'
@@ -24,23 +24,23 @@ def refused(message: str, status: int = 403) -> ApiException:
     [
         (
             f'x is forbidden: {USER} cannot create resource "statefulsets" {IN_APPS}',
-            Right("create", "statefulsets", "apps", "team-a"),
+            MissingPermission("create", "statefulsets", "apps", "team-a"),
             "create statefulsets.apps in namespace team-a",
         ),
         (
             f'nodes is forbidden: {USER} cannot list resource "nodes" in API group "" at the cluster scope',
-            Right("list", "nodes", "", None),
+            MissingPermission("list", "nodes", "", None),
             "list nodes in the whole cluster",
         ),
         (
             f'm is forbidden: {USER} cannot patch resource "i/status" in API group "g" in the namespace "n": no',
-            Right("patch", "i/status", "g", "n"),
+            MissingPermission("patch", "i/status", "g", "n"),
             "patch i/status.g in namespace n",
         ),
     ],
 )
-def test_a_missing_right_is_named(message: str, right: Right, told: str) -> None:
-    found = missing_right(refused(message))
+def test_missing_permission_is_parsed(message: str, right: MissingPermission, told: str) -> None:
+    found = missing_permission(refused(message))
     assert found == right
     assert str(found) == told
 
@@ -55,12 +55,12 @@ def test_a_missing_right_is_named(message: str, right: Right, told: str) -> None
         OSError("no route"),
     ],
 )
-def test_quotas_policies_and_other_errors_are_not_about_rights(error: Exception) -> None:
-    assert missing_right(error) is None
+def test_other_403_is_no_missing_permission(error: Exception) -> None:
+    assert missing_permission(error) is None
 
 
 @pytest.mark.parametrize("body", [None, "", "{", "[]", "7", '{"message": 7}', b"\xff", "[" * 100_000])
-def test_what_is_no_answer_of_an_api_server_has_no_words(body: Any) -> None:
+def test_server_message_of_other_errors_is_none(body: Any) -> None:
     error = ApiException(status=403)
     error.body = body
-    assert server_words(error) is None
+    assert server_message(error) is None

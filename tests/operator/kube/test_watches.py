@@ -1,4 +1,4 @@
-"""Watches go on where they ended, begin anew where they cannot, and are not trusted when they say nothing."""
+"""Watches continue at the last version, list again after expiry, and time out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiohttp import web
 from kubernetes.aio.client.exceptions import ApiException
 from trimtab_operator.kube import watches
 from trimtab_operator.kube.client import Cluster
-from trimtab_operator.kube.informer_cache import SILENT_SECONDS, Cache, Store
+from trimtab_operator.kube.informer_cache import STALE_SECONDS, Cache, Store
 
 
 def a_pod(version: int, name: str = "m-g0-0") -> dict[str, Any]:
@@ -25,7 +25,7 @@ def a_pod(version: int, name: str = "m-g0-0") -> dict[str, Any]:
 
 
 class Server:
-    """An API server with pods alone: `script` is what each watch does."""
+    """API server with pods only; `script` is the behaviour of each watch."""
 
     def __init__(self, *, script: Callable[[Server], AsyncIterator[dict[str, Any]]]) -> None:
         self.script = script
@@ -34,21 +34,21 @@ class Server:
         self.lists: list[float] = []
         self.watches: list[tuple[float, str]] = []
         self.error: Exception | None = None
-        self.is_heard = False
+        self.is_synced = False
         """Whether pods were known at the end."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def list_at(self, _kind: str, _namespace: str | None, *, selector: str | None) -> tuple[tuple[Any, ...], str]:
-        assert selector == watches.OURS
+        assert selector == watches.MANAGED_SELECTOR
         self.lists.append(self.now())
         if self.error is not None:
             raise self.error
         return tuple(self.pods.values()), str(self.version)
 
     @asynccontextmanager
-    async def watching(
+    async def watch(
         self, _kind: str, _namespace: str | None, *, selector: str | None, version: str, seconds: int
     ) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         self.watches.append((self.now(), version))
@@ -56,17 +56,17 @@ class Server:
 
 
 def watched(server: Server, seconds: float) -> Cache:
-    """What is known after so long, in virtual time."""
+    """Return the cache after some virtual seconds."""
 
     async def run() -> Cache:
         store = Store("Pod")
         cache = Cache([store], clock=server.now)
-        task = asyncio.create_task(watches.keep(cast("Cluster", server), cache))
+        task = asyncio.create_task(watches.run_watches(cast("Cluster", server), cache))
         await asyncio.sleep(seconds)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        server.is_heard = cache.is_heard("Pod", "n")
+        server.is_synced = cache.is_synced("Pod", "n")
         return cache
 
     return virtual_time.run(run())
@@ -78,13 +78,13 @@ async def silent(_: Server) -> AsyncIterator[dict[str, Any]]:
 
 
 async def polite(server: Server) -> AsyncIterator[dict[str, Any]]:
-    """Tells of a pod, then ends as it was asked to."""
+    """Report a pod, then end regularly."""
     server.version += 1
     yield {"type": "ADDED", "object": a_pod(server.version)}
     await asyncio.sleep(watches.WATCH_SECONDS)
 
 
-def test_a_watch_goes_on_where_it_ended_and_lists_once() -> None:
+def test_watch_continues_at_last_version() -> None:
     server = Server(script=polite)
     cache = watched(server, 120.0)
     assert server.lists == [0.0]
@@ -92,7 +92,7 @@ def test_a_watch_goes_on_where_it_ended_and_lists_once() -> None:
     assert cache.of("Pod", ("n", "m"))[0]["metadata"]["resourceVersion"] == "13"
 
 
-def test_a_watch_that_says_nothing_is_begun_anew_within_75_seconds() -> None:
+def test_hung_watch_is_restarted_within_75_seconds() -> None:
     server = Server(script=silent)
     watched(server, 300.0)
     begun = [at for at, _ in server.watches]
@@ -105,7 +105,7 @@ async def too_old(server: Server) -> AsyncIterator[dict[str, Any]]:
     await asyncio.Event().wait()
 
 
-def test_a_version_that_is_forgotten_is_answered_by_a_new_list() -> None:
+def test_expired_version_causes_relist() -> None:
     server = Server(script=too_old)
     server.pods["m-g0-0"] = a_pod(5)
     watched(server, 10.0)
@@ -120,14 +120,14 @@ async def cut_off(server: Server) -> AsyncIterator[dict[str, Any]]:
     yield {"type": "BOOKMARK", "object": a_pod(99)}
 
 
-def test_after_30_seconds_without_an_api_server_it_is_heard_within_seconds() -> None:
+def test_watch_recovers_after_api_server_outage() -> None:
     server = Server(script=cut_off)
     watched(server, 200.0)
     assert next(at for at, _ in server.watches if at >= 60.0) <= 66.0
-    assert server.is_heard
+    assert server.is_synced
 
 
-def test_without_the_right_to_watch_looks_ask_for_themselves() -> None:
+def test_forbidden_watch_marks_kind_not_served() -> None:
     server = Server(script=silent)
     server.error = ApiException(status=403, reason="Forbidden")
     cache = watched(server, 10.0)
@@ -136,19 +136,19 @@ def test_without_the_right_to_watch_looks_ask_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_an_api_server_in_trouble_is_asked_again_and_not_at_once(status: int) -> None:
+def test_failing_watch_backs_off(status: int) -> None:
     server = Server(script=silent)
     server.error = ApiException(status=status, reason="trouble")
     watched(server, 60.0)
     assert 5 <= len(server.lists) <= 20
 
 
-def test_silence_is_noticed_before_it_is_believed() -> None:
-    assert watches.WATCH_SECONDS < watches.PATIENCE_SECONDS < SILENT_SECONDS
+def test_watch_timeout_is_below_stale_seconds() -> None:
+    assert watches.WATCH_SECONDS < watches.WATCH_CLIENT_TIMEOUT_SECONDS < STALE_SECONDS
 
 
-async def test_lists_come_page_by_page_and_events_line_by_line_however_long_they_are() -> None:
-    """As an API server says them, to the door itself."""
+async def test_paged_lists_and_long_watch_lines() -> None:
+    """Uses the real API client over HTTP."""
     asked: list[dict[str, str]] = []
     long = a_pod(12, name="m" * 100_000)
 
@@ -179,12 +179,14 @@ async def test_lists_come_page_by_page_and_events_line_by_line_however_long_they
         async with AsyncExitStack() as stack:
             stack.push_async_exit(cluster.__aexit__)
             await cluster.connect(client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
-            items, version = await cluster.list_at("Pod", "n", selector=watches.OURS)
-            async with cluster.watching("Pod", "n", selector=watches.OURS, version=version, seconds=5) as events:
+            items, version = await cluster.list_at("Pod", "n", selector=watches.MANAGED_SELECTOR)
+            async with cluster.watch(
+                "Pod", "n", selector=watches.MANAGED_SELECTOR, version=version, seconds=5
+            ) as events:
                 found = [event["object"]["metadata"]["resourceVersion"] async for event in events]
     finally:
         await runner.cleanup()
     assert [item["metadata"]["name"] for item in items] == ["m-g1-0", "m-g2-0"]
     assert found == ["12", "13"]
-    assert all(query["labelSelector"] == watches.OURS for query in asked)
+    assert all(query["labelSelector"] == watches.MANAGED_SELECTOR for query in asked)
     assert asked[-1] | {"resourceVersion": "11", "timeoutSeconds": "5", "allowWatchBookmarks": "true"} == asked[-1]

@@ -1,4 +1,4 @@
-"""The webhook's certificates: all operators' pods serve the same, whatever is taken from them or written there."""
+"""Webhook certificates: all operator pods serve the same ones, whatever is changed externally."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab_operator.kube import certificates
 from trimtab_operator.kube.certificates import CA_LIFETIME, Certificates
 from trimtab_operator.kube.client import RESOURCES
 from trimtab_operator.kube.nodes import Nodes
-from trimtab_operator.kube.webhook import LEAVE_SECONDS, REFRESH_SECONDS, Webhook
+from trimtab_operator.kube.webhook import DEREGISTRATION_SECONDS, REFRESH_SECONDS, Webhook
 
 NAMES = certificates.service_names("trimtab-webhook", "trimtab-system")
 CONFIGURATION = "trimtab"
@@ -23,7 +23,7 @@ KIND = "ValidatingWebhookConfiguration"
 
 
 class Door(GuardedDoor):
-    """A door that others come to between any two calls, and that is shut for a while."""
+    """API client with concurrent changes between any two calls, and an outage."""
 
     def __init__(self) -> None:
         kinds = ((RESOURCES[kind][0], RESOURCES[kind][2]) for kind in ("Secret", KIND))
@@ -43,18 +43,18 @@ class Door(GuardedDoor):
         return await super()._call(method, path, **options)
 
     async def stored(self) -> Certificates:
-        found = Certificates.from_secret(await self.secret("trimtab-system", "trimtab-webhook", {}))
+        found = Certificates.from_secret(await self.get_or_create_secret("trimtab-system", "trimtab-webhook", {}))
         assert found is not None
         return found
 
     @property
     def trusted(self) -> bytes:
-        """Whom the API server trusts."""
+        """Return the certificates that the API server trusts."""
         (hook,) = self.others[self._path(KIND, None, CONFIGURATION)]["webhooks"]
         return base64.b64decode(hook["clientConfig"].get("caBundle", ""))
 
     def reset(self) -> None:
-        """Let somebody apply the configuration as the chart has it."""
+        """Reset the configuration to the chart's."""
         self.others[self._path(KIND, None, CONFIGURATION)]["webhooks"][0]["clientConfig"] = {}
 
 
@@ -71,15 +71,15 @@ def a_webhook(door: Door) -> Webhook:
 
 
 def aged(days: float) -> Certificates:
-    """Certificates that were made so long ago."""
-    return certificates.fresh(NAMES, now=datetime.now(UTC) - timedelta(days=days))
+    """Return certificates of this age."""
+    return certificates.issue(NAMES, now=datetime.now(UTC) - timedelta(days=days))
 
 
 async def kept_by(door: Door, made: Certificates) -> None:
-    await door.secret("trimtab-system", "trimtab-webhook", made.as_secret())
+    await door.get_or_create_secret("trimtab-system", "trimtab-webhook", made.as_secret())
 
 
-async def test_two_that_start_at_once_serve_the_same() -> None:
+async def test_concurrent_starts_serve_same_certificate() -> None:
     door = Door()
     first, second = a_webhook(door), a_webhook(door)
     await asyncio.gather(first.refresh(), second.refresh())
@@ -88,7 +88,7 @@ async def test_two_that_start_at_once_serve_the_same() -> None:
     assert door.trusted == stored.bundle
 
 
-async def test_two_that_renew_the_authority_at_once_serve_one_that_is_trusted() -> None:
+async def test_concurrent_ca_renewals_stay_trusted() -> None:
     door = Door()
     old = aged(days=CA_LIFETIME.days - 1)
     await kept_by(door, old)
@@ -102,22 +102,22 @@ async def test_two_that_renew_the_authority_at_once_serve_one_that_is_trusted() 
 
 
 @pytest.mark.parametrize("written", [{}, {"ca.crt": b"somebody else's"}, {"ca.key": b"", "tls.key": b"x"}])
-async def test_what_somebody_wrote_into_the_secret_is_replaced(written: dict[str, bytes]) -> None:
+async def test_invalid_secret_is_replaced(written: dict[str, bytes]) -> None:
     door = Door()
-    await door.secret("trimtab-system", "trimtab-webhook", written)
+    await door.get_or_create_secret("trimtab-system", "trimtab-webhook", written)
     webhook = a_webhook(door)
     await webhook.refresh()
     assert webhook._loaded == await door.stored()
 
 
-def test_a_bundle_that_is_reset_is_back_within_a_minute_whatever_failed_before() -> None:
-    """An API server that is away, and an answer that nobody foresaw, end nothing."""
+def test_reset_ca_bundle_is_restored() -> None:
+    """An API server outage and an unexpected response do not stop the refresh."""
 
     async def minutes() -> bool:
         door = Door()
         webhook = a_webhook(door)
         await webhook.refresh()
-        keeping = asyncio.create_task(webhook.keep())
+        keeping = asyncio.create_task(webhook.maintain())
         door.reset()
         door.failures = [ConnectionResetError(), KeyError("metadata")]
         await asyncio.sleep(3.5 * REFRESH_SECONDS)
@@ -128,14 +128,14 @@ def test_a_bundle_that_is_reset_is_back_within_a_minute_whatever_failed_before()
     assert virtual_time.run(minutes())
 
 
-def test_one_that_is_told_to_go_is_found_no_more_and_answers_for_a_while() -> None:
+def test_withdrawn_webhook_keeps_serving() -> None:
     async def leaving() -> tuple[bool, float]:
         webhook = a_webhook(Door())
         webhook.is_serving = True
-        going = asyncio.create_task(webhook.leave())
+        going = asyncio.create_task(webhook.withdraw())
         await asyncio.sleep(0.1)
         is_found = webhook.is_serving
         await going
         return is_found, asyncio.get_running_loop().time()
 
-    assert virtual_time.run(leaving()) == (False, LEAVE_SECONDS)
+    assert virtual_time.run(leaving()) == (False, DEREGISTRATION_SECONDS)

@@ -13,7 +13,7 @@ from trimtab_operator.layout.node_gpus import GPU_RESOURCE
 from trimtab_operator.observed.actions import Delete
 from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.planning.gpu_budget import GpuClaim
-from trimtab_operator.reconcile.gpu_claims import Stakes
+from trimtab_operator.reconcile.gpu_claims import GpuClaims
 from trimtab_operator.resource.installation import GpuBudget, Installation
 from trimtab_operator.resource.spec import PAUSED
 from trimtab_operator.resource.time import timestamp
@@ -391,7 +391,7 @@ def test_random_edits_of_two_resources_never_exceed_budget(seed: int) -> None:
     """Randomize counts, GPUs per replica, priorities, failing changes and operator restarts."""
     chance = random.Random(seed)
     total = chance.randrange(4, 10)
-    gpu_claims = Stakes(GpuBudget(total=total), lambda *_: None)
+    gpu_claims = GpuClaims(GpuBudget(total=total), lambda *_: None)
     clusters = {name: Draining(runtime=GPU, replicas=0, rollout=a_rollout(chance)) for name in "ab"}
     for cluster in clusters.values():
         cluster.installation = Installation(gpu_budget=GpuBudget(total=total))
@@ -402,11 +402,11 @@ def test_random_edits_of_two_resources_never_exceed_budget(seed: int) -> None:
         for name, cluster in clusters.items():
             if chance.random() < 0.12:
                 said.append(f"tick {tick}: {name} {an_edit(cluster, layouts[name], chance)}")
-            cluster.gpu_claims = gpu_claims.of_others("n", name)
+            cluster.gpu_claims = gpu_claims.other_claims("n", name)
             plan = cluster.decide()
             assert plan.gpu_claim is not None
             gpu_claim = replace(plan.gpu_claim, key=f"n/{name}")
-            if gpu_claims.put(gpu_claim, plan.claimed_replicas, beside=plan.num_surge, grows=plan.grows):
+            if gpu_claims.reserve(gpu_claim, plan.claimed_replicas, beside=plan.num_surge, grows=plan.grows):
                 cluster.plan_reconcile(plan)
             held = sum(one.gpus for one in clusters.values())
             assert held <= total, f"seed {seed}, {held} of {total}: {said}"

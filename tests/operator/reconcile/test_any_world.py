@@ -1,9 +1,9 @@
-"""Whatever the world is, and wherever the operator is killed, it ends as if nobody had disturbed it.
+"""Property test: an operator that is killed at any write converges to the same state as an undisturbed one.
 
-Random worlds: a resource, children that are as rendered, edited, missing or somebody else's by now, pods that are away,
-engines that forgot their tuned values, automatic replicas that come and go with their bounds and the load. In each the
-operator is killed after a random write (of a ConfigMap, a child, an engine's values, an Event, the status), and a new
-one, which knows only what is written, goes on.
+Randomized states: a resource whose children are as rendered, edited, missing or owned by another resource, with missing
+pods, engines that lost their tuned values, and automatic replicas with changing bounds and load. In each state the
+operator is killed after a random write (ConfigMap, child, engine values, Event, status), and a new operator continues
+from the persisted state only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def a_small_spec(layout: int, mode: str, surge: int | str) -> dict[str, Any]:
 
 @functools.cache
 def a_settled_cluster(replicas: int, layout: int, mode: str, surge: int | str, nodes: int) -> bytes:
-    """A cluster at rest, to be copied."""
+    """Return an idle cluster, to be copied."""
     cluster = FakeCluster(replicas=replicas, nodes=nodes, **a_small_spec(layout, mode, surge))
     cluster.objects["ConfigMap", "m-tuning"] = tuning_config_map(
         cluster.deployment, dump_tuner_state(APPLIED, key=TOKEN)
@@ -65,7 +65,7 @@ def a_copy(cluster: bytes) -> FakeCluster:
 
 
 def a_world(chance: random.Random, *, is_scaled: bool = False) -> FakeCluster:
-    """A cluster at some moment of its life, often one at which much is to be done."""
+    """Return a cluster in a random state, often with much pending work."""
     layout, mode = chance.randrange(len(LAYOUTS)), chance.choice(["Off", "Recommend", "Auto"])
     surge = chance.choice(SURGES)
     spare = chance.choice((0, 9, 9))  # there may be no node for another replica
@@ -88,7 +88,7 @@ def a_world(chance: random.Random, *, is_scaled: bool = False) -> FakeCluster:
 
 
 def _scale(cluster: FakeCluster, chance: random.Random) -> None:
-    """Let the owner write other bounds of automatic replicas, and at times another mode."""
+    """Change the bounds of automatic replicas, and sometimes the tuning mode."""
     least = chance.randrange(1, 3)
     pace: dict[str, Any] = {"scaleDown": {"stabilizationWindowSeconds": 0}}
     if chance.random() < 0.3:
@@ -99,7 +99,7 @@ def _scale(cluster: FakeCluster, chance: random.Random) -> None:
 
 
 def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
-    """Let somebody, or something, change the cluster."""
+    """Apply a random external change to the cluster."""
     kind = chance.choice(["scale", "edit", "edit", "break", "lose a child", "lose a pod", "meddle", "forget", "refuse"])
     if kind == "scale":
         cluster.edit(replicas=chance.randrange(MOST_REPLICAS + 1))
@@ -123,7 +123,7 @@ def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one_does(batch: int, worlds: int) -> None:
+async def test_killed_operator_converges_like_undisturbed_one(batch: int, worlds: int) -> None:
     for seed in range(batch, worlds, BATCHES):
         chance = random.Random(seed)
         undisturbed, killed = await both_ends(a_world(chance), chance)
@@ -133,8 +133,10 @@ async def test_an_operator_that_is_killed_anywhere_ends_where_an_undisturbed_one
 
 
 @pytest.mark.parametrize("batch", range(SCALED_BATCHES))
-async def test_so_it_does_with_automatic_replicas(batch: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of several replicas goes may differ: the ones that serve, or are up to date, at that moment stay."""
+async def test_killed_operator_converges_with_autoscaling(
+    batch: int, worlds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removed replicas may differ: the serving or updated ones at that moment stay."""
     monkeypatch.setattr(control_law, "LEARN_COLD_STARTS", 0.0)
     for seed in range(batch, int(SCALED_SHARE * worlds), SCALED_BATCHES):
         chance = random.Random(seed)
@@ -155,7 +157,7 @@ async def test_so_it_does_with_automatic_replicas(batch: int, worlds: int, monke
 async def both_ends(
     undisturbed: FakeCluster, chance: random.Random, *, still_ticks: int = 1
 ) -> tuple[FakeCluster, FakeCluster]:
-    """The same world with one operator, and with some that are killed."""
+    """Return the final states with one operator and with several killed ones."""
     undisturbed.writes = 0
     killed = a_copy(pickle.dumps(undisturbed))
     loop = a_loop(undisturbed)
@@ -176,7 +178,7 @@ async def both_ends(
 
 
 def without_names(cluster: FakeCluster) -> dict[str, Any]:
-    """How it ends, whichever ordinals the replicas have."""
+    """Return the final state independent of replica ordinals."""
     found = end_state(cluster)
     pods = sorted(
         (labels[ROLE_LABEL], labels[REVISION_LABEL]) for labels in found["pods"].values() if ROLE_LABEL in labels

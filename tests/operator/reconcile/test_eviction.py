@@ -1,5 +1,6 @@
-"""Pods that are evicted through the API, as `kubectl drain` does: each stops gracefully and is made anew elsewhere, and
-the PodDisruptionBudget, which the API server asks before each, never lets the last replica go.
+"""Pods evicted through the API, as by `kubectl drain`.
+
+Each pod stops gracefully and is recreated elsewhere. The PodDisruptionBudget never lets the last replica be evicted.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def is_healthy(pod: Manifest) -> bool:
 
 
 def evict(cluster: FakeCluster, name: str) -> bool:
-    """What the API server does by the budget: whether the pod goes. A pod that is not Ready may always go."""
+    """Evict as the API server does. Return False if the budget blocks it. An unready pod may always be evicted."""
     if not cluster.lets_go(name):
         return False
     pod = cluster.pods[name]
@@ -44,7 +45,7 @@ def evict(cluster: FakeCluster, name: str) -> bool:
 
 
 def serving(cluster: FakeCluster) -> int:
-    """How many replicas serve: those whose pods, of whatever revision, are all Ready and stay."""
+    """Return the number of replicas whose pods, of any revision, are all Ready and not terminating."""
     healthy = 0
     for group in cluster.groups:
         is_of_one = len({revision_label(pod) for pod in group.pods}) == 1
@@ -52,7 +53,7 @@ def serving(cluster: FakeCluster) -> int:
     return healthy
 
 
-def test_a_pod_that_is_evicted_is_waited_for_and_its_successor_serves() -> None:
+def test_evicted_pod_is_replaced() -> None:
     cluster = settled(replicas=2)
     uids = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
     assert evict(cluster, "m-g1-0")
@@ -70,7 +71,7 @@ def test_a_pod_that_is_evicted_is_waited_for_and_its_successor_serves() -> None:
     assert evict(cluster, "m-g0-0")
 
 
-def test_a_worker_that_is_evicted_takes_its_replica_along_gracefully() -> None:
+def test_evicted_worker_restarts_its_replica_gracefully() -> None:
     cluster = settled(replicas=2, parallelism=TWO_PODS)
     assert evict(cluster, "m-g1-w-0")
     turned = cluster.plan_reconcile()
@@ -83,7 +84,7 @@ def test_a_worker_that_is_evicted_takes_its_replica_along_gracefully() -> None:
 
 
 def test_a_single_replica_may_be_evicted() -> None:
-    """Its node must not wait for ever: who needs more has two."""
+    """Its node drain must not block forever; availability requires two replicas."""
     cluster = settled(replicas=1)
     assert evict(cluster, "m-g0-0")
     cluster.plan_reconcile()
@@ -93,7 +94,7 @@ def test_a_single_replica_may_be_evicted() -> None:
     assert serving(cluster) == 1
 
 
-def test_a_pod_that_is_evicted_as_another_is_to_be_replaced_is_waited_for_first() -> None:
+def test_rollout_waits_for_evicted_pod() -> None:
     cluster = settled(replicas=3, rollout={"maxSurge": 0, "bakeTime": "0s"})
     cluster.edit(engine={"maxNumSeqs": 16})
     cluster.plan_reconcile()
@@ -108,7 +109,7 @@ def test_a_pod_that_is_evicted_as_another_is_to_be_replaced_is_waited_for_first(
 
 
 class Contested(FakeCluster):
-    """A cluster in which somebody evicts another replica just when the operator is sure of what it has seen."""
+    """Cluster in which another replica is evicted just after the operator revalidated its snapshot."""
 
     victim: str | None = None
     is_evicted = False
@@ -120,7 +121,7 @@ class Contested(FakeCluster):
 
 
 @pytest.mark.parametrize("layout", [{}, TWO_PODS])
-async def test_who_drains_a_node_in_the_moment_before_a_replica_is_replaced_takes_none_beside_it(
+async def test_drain_before_replacement_keeps_availability(
     layout: dict[str, int],
 ) -> None:
     cluster = Contested(
@@ -129,7 +130,7 @@ async def test_who_drains_a_node_in_the_moment_before_a_replica_is_replaced_take
     cluster.serves.add("PodDisruptionBudget")
     cluster.settle()
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
-    reconciler = replace(reconciler, eyes=replace(reconciler.eyes, cluster=cast("Cluster", cluster)))
+    reconciler = replace(reconciler, observer=replace(reconciler.observer, cluster=cast("Cluster", cluster)))
     await reconciler.tick(loop)
     cluster.edit(engine={"maxNumSeqs": 16})
     for tick in range(4):
@@ -148,9 +149,7 @@ async def test_who_drains_a_node_in_the_moment_before_a_replica_is_replaced_take
 
 @pytest.mark.parametrize("surge", [0, 1])
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_whoever_drains_nodes_while_a_change_rolls_no_more_is_taken_than_may_be_missing(
-    batch: int, surge: int, worlds: int
-) -> None:
+def test_drains_during_rollout_respect_max_unavailable(batch: int, surge: int, worlds: int) -> None:
     for seed in range(batch, int(SHARE * worlds), BATCHES):
         chance = random.Random(seed)
         replicas, layout = chance.randrange(2, 5), chance.choice(({}, {}, TWO_PODS))

@@ -1,7 +1,7 @@
-"""Faults at every point: an operator killed, or cut off from its API server, after each single write; edits in any
-order; pods that cannot be had; engines that hang.
+"""Faults at every point: the operator is killed or loses its API server after each write, edits arrive in any order,
+pods cannot be created, engines hang.
 
-Whatever happened on the way, what is there in the end is what the last spec asks for.
+The final state must be the desired state of the last spec.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import a_spec
 from operator_cluster import KEY, TICK_SECONDS, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.engines import scrape
-from trimtab_operator.engines.poller import Engines
+from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.observed.engines import EngineObservation, EngineTarget
-from trimtab_operator.reconcile.reconciler import Loop
+from trimtab_operator.reconcile.reconciler import ReconcileLoop
 
 ROLLOUT = {"startTimeout": "1m", "drainTimeout": "1s", "bakeTime": "10s"}
 WALKS, EDITS = 100, 6  # so 600 transitions
@@ -64,7 +64,7 @@ STORIES: dict[str, Callable[[], FakeCluster]] = {
 
 
 @pytest.mark.parametrize("story", STORIES)
-async def test_an_operator_that_is_killed_after_any_single_write_is_followed_by_one_that_ends_the_same(
+async def test_killed_after_any_write_converges(
     story: str,
 ) -> None:
     begun = STORIES[story]()
@@ -96,7 +96,7 @@ CUT_OFF = (
 
 
 class Cut(FakeCluster):
-    """A cluster whose API server is away for AWAY_SECONDS once the operator has written so often."""
+    """Cluster whose API server is unavailable for AWAY_SECONDS after a number of writes."""
 
     away_after: int | None = None
     away_until = 0.0
@@ -114,9 +114,9 @@ class Cut(FakeCluster):
         self._reach()
         return await super().get(*arguments)
 
-    async def observe(self, deployment: Any) -> Any:
+    async def list_children(self, deployment: Any) -> Any:
         self._reach()
-        return await super().observe(deployment)
+        return await super().list_children(deployment)
 
     async def apply(self, *arguments: Any, **options: Any) -> None:
         self._reach()
@@ -136,7 +136,7 @@ class Cut(FakeCluster):
 
 
 async def lived_through(cluster: Cut) -> Cut:
-    """Let one operator go on until it rests, whatever fails on the way. Pods live on meanwhile."""
+    """Run one operator until it is idle, despite failures. Pods continue meanwhile."""
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     for _ in range(60):
         failures = loop.failures
@@ -149,7 +149,7 @@ async def lived_through(cluster: Cut) -> Cut:
 
 
 @pytest.mark.parametrize("story", CUT_OFF)
-async def test_an_api_server_that_is_away_for_30_seconds_at_any_moment_costs_no_engine(story: str) -> None:
+async def test_api_server_outage_restarts_no_engine(story: str) -> None:
     begun = STORIES[story]()
     begun.state = type(begun.state)()
     begun.__class__, begun.writes = Cut, 0
@@ -165,7 +165,7 @@ async def test_an_api_server_that_is_away_for_30_seconds_at_any_moment_costs_no_
 
 
 def an_edit(chance: random.Random) -> dict[str, Any]:
-    """One valid change of a spec."""
+    """Return one valid spec change."""
     return chance.choice(
         [
             {"replicas": chance.randrange(4)},
@@ -184,7 +184,7 @@ def an_edit(chance: random.Random) -> dict[str, Any]:
 
 
 def what_runs(cluster: FakeCluster) -> dict[str, Any]:
-    """Everything that makes and reaches engines; what is only remembered, or shared by pods, may differ."""
+    """Return all objects that create and reach engines, without state and shared objects."""
     found = end_state(cluster)
     state = ("ConfigMap/", "Secret/")
     return {
@@ -194,7 +194,7 @@ def what_runs(cluster: FakeCluster) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("batch", range(WALK_BATCHES))
-def test_whatever_was_asked_for_before_what_runs_is_what_a_fresh_resource_would_get(batch: int) -> None:
+def test_any_edit_history_converges_to_fresh_state(batch: int) -> None:
     for seed in range(batch, WALKS, WALK_BATCHES):
         chance = random.Random(seed)
         walked = a_cluster()
@@ -220,7 +220,7 @@ def test_whatever_was_asked_for_before_what_runs_is_what_a_fresh_resource_would_
         ({"waiting": {"reason": "CrashLoopBackOff"}}, "the engine is in a crash loop: boom (exit code 1)"),
     ],
 )
-def test_a_pod_that_fails_is_told_and_nothing_else_is_touched(state: dict[str, Any], said: str) -> None:
+def test_failed_pod_is_reported_only(state: dict[str, Any], said: str) -> None:
     cluster = settled()
     pod = cluster.pods["m-g1-0"]
     last = {"terminated": {"exitCode": 1, "message": "boom"}}
@@ -238,7 +238,7 @@ def test_a_pod_that_fails_is_told_and_nothing_else_is_touched(state: dict[str, A
     assert {name: one["metadata"]["uid"] for name, one in cluster.pods.items()} == others
 
 
-def test_a_pod_that_its_node_evicts_is_told_and_its_successor_serves() -> None:
+def test_node_pressure_eviction_is_reported_and_replaced() -> None:
     cluster = settled()
     pod, others = cluster.pods["m-g1-0"], cluster.pods["m-g0-0"]["metadata"]["uid"]
     words = "The node was low on resource: memory."
@@ -256,7 +256,7 @@ def test_a_pod_that_its_node_evicts_is_told_and_its_successor_serves() -> None:
     assert cluster.pods["m-g0-0"]["metadata"]["uid"] == others
 
 
-async def test_an_engine_that_hangs_with_its_port_open_keeps_nobody_from_an_edit_and_is_named(
+async def test_hung_engine_is_reported_and_blocks_no_edit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = settled(tuning={"mode": "Auto"})
@@ -267,9 +267,9 @@ async def test_an_engine_that_hangs_with_its_port_open_keeps_nobody_from_an_edit
             await never.wait()
         return cluster.said(target)
 
-    monkeypatch.setattr(scrape, "ask", answers)
-    engines = Engines(cast("aiohttp.ClientSession", None), lambda: cluster.now, patience_seconds=0.02)
-    reconciler, loop = a_reconciler(cluster), Loop(KEY, engines)
+    monkeypatch.setattr(scrape, "observe_engine", answers)
+    engines = EnginePoller(cast("aiohttp.ClientSession", None), lambda: cluster.now, timeout_seconds=0.02)
+    reconciler, loop = a_reconciler(cluster), ReconcileLoop(KEY, engines)
     try:
         for _ in range(30):
             await reconciler.tick(loop)
@@ -288,11 +288,11 @@ async def test_an_engine_that_hangs_with_its_port_open_keeps_nobody_from_an_edit
         engines.close()
 
 
-async def test_a_condition_that_somebody_else_puts_beside_ours_causes_no_write() -> None:
+async def test_foreign_condition_causes_no_write() -> None:
     told: list[Mapping[str, Any]] = []
 
     class Shared(FakeCluster):
-        """The API server merges conditions by their type."""
+        """API server that merges conditions by type."""
 
         def write_status(self, status: Mapping[str, Any]) -> None:
             assert self.body is not None

@@ -1,4 +1,4 @@
-"""Liveness: a loop that stops ticking, a resource that has no loop, an event loop that is blocked."""
+"""Liveness: stopped loops, ended loops, blocked event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Clock:
         return self.now
 
 
-def test_a_loop_that_ticks_is_healthy_and_one_that_stopped_is_not() -> None:
+def test_heartbeats_report_stopped_loop() -> None:
     clock = Clock()
     beats = Heartbeats(max_age_seconds=100.0, clock=clock)
     beats.beat("a/b")
@@ -23,7 +23,7 @@ def test_a_loop_that_ticks_is_healthy_and_one_that_stopped_is_not() -> None:
     assert "a/b has not ticked for 101 s" in beats.problems()
 
 
-def test_a_loop_that_ended_is_forgotten() -> None:
+def test_heartbeats_ended_loop_is_forgotten() -> None:
     clock = Clock()
     beats = Heartbeats(max_age_seconds=100.0, clock=clock)
     beats.beat("a/b")
@@ -32,10 +32,10 @@ def test_a_loop_that_ended_is_forgotten() -> None:
     assert beats.problems() == []
 
 
-def test_a_long_line_is_no_hang_and_a_tick_that_hangs_is_one() -> None:
+def test_heartbeats_waiting_loop_is_healthy() -> None:
     clock = Clock()
     beats = Heartbeats(max_age_seconds=100.0, clock=clock)
-    beats.wait_in_line("a/b")
+    beats.mark_waiting("a/b")
     clock.now = 1000.0
     assert beats.problems() == []
     beats.beat("a/b")
@@ -43,25 +43,25 @@ def test_a_long_line_is_no_hang_and_a_tick_that_hangs_is_one() -> None:
     assert beats.problems() == ["a/b has not ticked for 101 s"]
 
 
-def test_whether_the_event_loop_has_run_of_late_is_known_once_it_began() -> None:
+def test_has_run_within_after_first_measurement() -> None:
     clock = Clock()
     beats = Heartbeats(max_age_seconds=1.0, clock=clock)
-    assert beats.ran_within(10.0)
-    beats.ran()
+    assert beats.has_run_within(10.0)
+    beats.mark_loop_ran()
     clock.now = 10.0
-    assert beats.ran_within(10.0)
+    assert beats.has_run_within(10.0)
     clock.now = 11.0
-    assert not beats.ran_within(10.0)
+    assert not beats.has_run_within(10.0)
 
 
-def test_an_event_loop_that_is_blocked_now_is_a_problem_and_one_that_was_is_none() -> None:
+def test_blocked_event_loop_is_reported_until_it_recovers() -> None:
     clock = Clock()
     beats = Heartbeats(max_age_seconds=1.0, clock=clock)
     assert beats.problems() == []
-    beats.ran()
+    beats.mark_loop_ran()
     clock.now = 60.0
     assert beats.problems() == []
     clock.now = 90.0
     assert "blocked for 90 s" in beats.problems()[0]
-    beats.ran()
+    beats.mark_loop_ran()
     assert beats.problems() == []

@@ -63,7 +63,7 @@ class Running:
                 await asyncio.sleep(0.02)
 
     def known(self) -> set[str]:
-        found = self.cache.all_of(KIND, None)
+        found = self.cache.list_all(KIND, None)
         return set() if found is None else {body["metadata"]["uid"] for body in found}
 
 
@@ -102,7 +102,7 @@ async def test_listed_resources_get_one_loop_each(running: Callable[..., Any]) -
         await operator.until(lambda: operator.cache.of(KIND, ("n", "a"))[0]["metadata"]["resourceVersion"] == "2")
         assert sorted(operator.reconciler.started) == ["u-a", "u-b"]
         assert operator.known() == {"u-a", "u-b"}
-        assert operator.cache.is_heard(KIND, "n")
+        assert operator.cache.is_synced(KIND, "n")
 
 
 async def test_recreated_resource_gets_a_new_loop(running: Callable[..., Any]) -> None:
@@ -142,7 +142,7 @@ async def test_kopf_sends_no_write(running: Callable[..., Any]) -> None:
 
 def test_discarded_object_leaves_the_cache_unless_it_was_recreated() -> None:
     cache = Cache([Store(KIND)])
-    cache.received(KIND, None, make_resource("a", "u-1"))
+    cache.apply_kopf_event(KIND, None, make_resource("a", "u-1"))
     cache.discard(KIND, ("n", "a"), "u-2")
     assert cache.of(KIND, ("n", "a"))
     cache.discard(KIND, ("n", "a"), "u-1")

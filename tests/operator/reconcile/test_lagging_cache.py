@@ -1,6 +1,6 @@
-"""With a cache that lags by any time, each kind by its own, the operator ends where one does that sees everything.
+"""Lagging cache: with any lag per kind, the operator converges like one with a current cache.
 
-What it has written itself it sees: looks wait for that (tests/operator/kube/test_informer_cache.py).
+Its own writes are always visible, because observations wait for them (tests/operator/kube/test_informer_cache.py).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any, cast
 import pytest
 from coming_to_rest import come_to_rest, end_state
 from operator_builders import a_spec
-from operator_cluster import BROKEN, KEY, FakeCluster, FakeEngines, Killed, a_loop, a_reconciler
+from operator_cluster import BROKEN, KEY, FakeCluster, FakeEnginePoller, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.admin_token import Tokens
-from trimtab_operator.engines.poller import Engines
+from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.kube.client import CHILDREN, Cluster
 from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.observed.actions import Apply
 from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
 from trimtab_operator.observed.groups import ObservedChildren
-from trimtab_operator.reconcile.reconciler import Loop, Reconciler
+from trimtab_operator.reconcile.reconciler import ReconcileLoop, Reconciler
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 
@@ -37,7 +37,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {"pipeline": 2, "gpusPerNode": 1}
 
 
 class LaggingCache:
-    """What a cache says that has heard of each kind up to some moment; of our own writes, all."""
+    """Cache that has received each kind up to some moment, and all own writes."""
 
     def __init__(self, cluster: FakeCluster, chance: random.Random) -> None:
         self.cluster, self.chance = cluster, chance
@@ -55,7 +55,7 @@ class LaggingCache:
         return found
 
     def hear(self, *kinds: str) -> None:
-        """Time passes. These kinds are heard of up to now, all others up to any moment since."""
+        """Advance time. These kinds become current, all others get a random lag."""
         self.moments.append(self._now())
         last = len(self.moments) - 1
         for kind, before in self.heard.items():
@@ -63,10 +63,10 @@ class LaggingCache:
                 last if kind in kinds else self.chance.choice((before, self.chance.randint(before, last)))
             )
 
-    def is_heard(self, _kind: str, _namespace: str) -> bool:
+    def is_synced(self, _kind: str, _namespace: str) -> bool:
         return True
 
-    async def settled(self, _owner: tuple[str, str]) -> bool:
+    async def wait_until_settled(self, _owner: tuple[str, str]) -> bool:
         return True
 
     def of(self, kind: str, _owner: tuple[str, str]) -> tuple[Manifest, ...]:
@@ -74,7 +74,7 @@ class LaggingCache:
 
 
 class LaggingDoor:
-    """The door of an operator with such a cache. What it writes arrives at once, and is answered as it is."""
+    """API client of an operator with a lagging cache. Its writes arrive at once."""
 
     def __init__(self, cluster: FakeCluster, cache: LaggingCache) -> None:
         self.cluster, self.known = cluster, cache
@@ -85,13 +85,13 @@ class LaggingDoor:
     async def get(self, _kind: str, _namespace: str | None, _name: str) -> Manifest | None:
         return self.cluster.body and copy.deepcopy(self.cluster.body)
 
-    async def observe(self, _deployment: InferenceDeployment) -> ObservedChildren:
+    async def list_children(self, _deployment: InferenceDeployment) -> ObservedChildren:
         return self.cluster.children()
 
     async def list(self, kind: str, namespace: str | None, **options: Any) -> list[Manifest]:
         return await self.cluster.list(kind, namespace, **options)
 
-    async def recall(self, _deployment: InferenceDeployment, _cache: object) -> ObservedChildren:
+    async def cached_children(self, _deployment: InferenceDeployment, _cache: object) -> ObservedChildren:
         found = {kind: self.known.of(kind, ("n", "m")) for kind in CHILDREN}
         return ObservedChildren(
             services=found["Service"],
@@ -141,42 +141,44 @@ class LaggingDoor:
         await self.cluster.event(deployment, kind=kind, reason=reason, message=message, now=now, key=key)
 
 
-class EnginesThatAreThere(FakeEngines):
-    """Engines of pods that are gone by now answer nobody."""
+class EnginesThatAreThere(FakeEnginePoller):
+    """Poller in which deleted pods do not respond."""
 
-    async def look(
+    async def poll(
         self,
         targets: Iterable[EngineTarget],
         tokens: Tokens,
         asked: MetricsSettings | None = None,
         *,
-        believes_last_words: bool = False,
+        allow_stale_engine_status: bool = False,
     ) -> dict[str, EngineObservation]:
         there = {pod["metadata"]["uid"] for pod in self.cluster.pods.values()}
         wanted = list(targets)
-        said = await super().look([target for target in wanted if target.instance in there], tokens, asked)
+        said = await super().poll([target for target in wanted if target.instance in there], tokens, asked)
         return {target.group: said.get(target.group, EngineObservation(target.ready, "no answer")) for target in wanted}
 
 
 def versioned(kind: str, made: Any) -> Manifest:
-    """A copy with a version that is another one for another content."""
+    """Return a copy with a resourceVersion derived from the content."""
     found: dict[str, Any] = {"kind": kind, **json.loads(json.dumps(made, default=str))}
     found["metadata"]["resourceVersion"] = str(hash(json.dumps(made, sort_keys=True, default=str)))
     return found
 
 
-def lagging(cluster: FakeCluster, chance: random.Random) -> tuple[Reconciler, Loop, LaggingDoor]:
-    """An operator whose cache was filled just now, and lags from here on."""
+def lagging(cluster: FakeCluster, chance: random.Random) -> tuple[Reconciler, ReconcileLoop, LaggingDoor]:
+    """Return an operator with a cache that lags from now on."""
     known = LaggingCache(cluster, chance)
     door, live = LaggingDoor(cluster, known), a_reconciler(cluster)
-    eyes = replace(live.eyes, cluster=cast("Cluster", door), cache=cast("Cache", known))
-    hands = replace(live.hands, cluster=cast("Cluster", door))
-    engines = cast("Engines", EnginesThatAreThere(cluster))
-    return replace(live, eyes=eyes, hands=hands), Loop(KEY, engines), door
+    observer = replace(live.observer, cluster=cast("Cluster", door), cache=cast("Cache", known))
+    executor = replace(live.executor, cluster=cast("Cluster", door))
+    engines = cast("EnginePoller", EnginesThatAreThere(cluster))
+    return replace(live, observer=observer, executor=executor), ReconcileLoop(KEY, engines), door
 
 
-async def ticks(cluster: FakeCluster, chance: random.Random, operator: tuple[Reconciler, Loop, LaggingDoor]) -> None:
-    """Turns by a cache that lags, then as many as it takes by one that has heard everything."""
+async def ticks(
+    cluster: FakeCluster, chance: random.Random, operator: tuple[Reconciler, ReconcileLoop, LaggingDoor]
+) -> None:
+    """Run ticks with a lagging cache, then until idle with a current one."""
     reconciler, loop, door = operator
     for _ in range(chance.randrange(ROUNDS)):
         await reconciler.tick(loop)
@@ -193,18 +195,18 @@ async def ticks(cluster: FakeCluster, chance: random.Random, operator: tuple[Rec
 
 
 class CatchingUp:
-    """A reconciler before each of whose ticks the cache hears of everything."""
+    """Reconciler whose cache becomes current before each tick."""
 
     def __init__(self, reconciler: Reconciler, door: LaggingDoor) -> None:
         self.reconciler, self.door = reconciler, door
 
-    async def tick(self, loop: Loop) -> float:
+    async def tick(self, loop: ReconcileLoop) -> float:
         self.door.known.hear(KIND, *CHILDREN)
         return await self.reconciler.tick(loop)
 
 
 def a_world(chance: random.Random) -> FakeCluster:
-    """A cluster at rest."""
+    """Return an idle cluster."""
     spec = a_spec(
         runtime={"device": "cpu", "image": "engine:1"},
         rollout={**QUICK, "maxSurge": chance.choice((0, 1))},
@@ -217,7 +219,7 @@ def a_world(chance: random.Random) -> FakeCluster:
 
 
 def disturb(cluster: FakeCluster, chance: random.Random) -> None:
-    """Let its owner, or somebody, change something."""
+    """Apply a random edit or external change."""
     kind = chance.choice(("scale", "edit", "edit", "break", "lose a child", "lose a pod"))
     if kind == "scale":
         cluster.edit(replicas=chance.randrange(4))
@@ -232,7 +234,7 @@ def disturb(cluster: FakeCluster, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-async def test_it_ends_where_an_operator_does_that_sees_everything(batch: int, worlds: int) -> None:
+async def test_lagging_cache_converges_like_current_one(batch: int, worlds: int) -> None:
     refused, count = 0, int(SHARE * worlds) // BATCHES
     for seed in range(batch * count, (batch + 1) * count):
         chance = random.Random(seed)
@@ -248,7 +250,7 @@ async def test_it_ends_where_an_operator_does_that_sees_everything(batch: int, w
     assert refused > 0, "the cache never lagged when it mattered"
 
 
-async def test_a_world_at_rest_is_looked_at_without_asking_for_it() -> None:
+async def test_idle_observation_sends_no_requests() -> None:
     chance = random.Random(0)
     cluster = a_world(chance)
     reconciler, loop, door = lagging(cluster, chance)
@@ -260,7 +262,7 @@ async def test_a_world_at_rest_is_looked_at_without_asking_for_it() -> None:
     assert door.confirmed == []
 
 
-async def test_what_only_adds_is_not_confirmed_and_what_takes_rests_on_those_that_stay() -> None:
+async def test_deletions_revalidate_remaining_objects() -> None:
     cluster = FakeCluster(replicas=1, rollout={**QUICK, "maxSurge": 1})
     cluster.settle()
     reconciler, loop, door = lagging(cluster, random.Random(0))
@@ -280,7 +282,7 @@ async def test_what_only_adds_is_not_confirmed_and_what_takes_rests_on_those_tha
 
 
 class Scribe(LaggingDoor):
-    """A door that notes what is written through it: verbs and kinds, reasons of Events, `phase` of statuses."""
+    """API client that records its writes: verbs and kinds, Event reasons, status phases."""
 
     def __init__(self, cluster: FakeCluster, cache: LaggingCache) -> None:
         super().__init__(cluster, cache)
@@ -306,15 +308,18 @@ class Scribe(LaggingDoor):
 
 
 async def rolled(*, lives: int | None) -> tuple[FakeCluster, list[str]]:
-    """A cluster after an edit, and what was written for it by an operator, and by the next if the first is killed after
-    so many writes."""
+    """Return a cluster after an edit, and the writes of the operator, and of its successor if it is killed after a
+    number of writes.
+    """
     cluster = FakeCluster(replicas=1, rollout={**QUICK, "maxSurge": 1})
     cluster.settle()
     cluster.edit(runtime={"device": "cpu", "image": "engine:1", "args": ["--seed=1"]})
     door = Scribe(cluster, LaggingCache(cluster, random.Random(0)))
     live = a_reconciler(cluster)
-    eyes = replace(live.eyes, cluster=cast("Cluster", door), cache=cast("Cache", door.known))
-    reconciler = CatchingUp(replace(live, eyes=eyes, hands=replace(live.hands, cluster=cast("Cluster", door))), door)
+    observer = replace(live.observer, cluster=cast("Cluster", door), cache=cast("Cache", door.known))
+    reconciler = CatchingUp(
+        replace(live, observer=observer, executor=replace(live.executor, cluster=cast("Cluster", door))), door
+    )
     loop, cluster.lives = a_loop(cluster), lives
     for _ in range(8):
         try:
@@ -326,7 +331,7 @@ async def rolled(*, lives: int | None) -> tuple[FakeCluster, list[str]]:
     return cluster, door.written
 
 
-async def test_an_edit_of_one_replica_is_eight_writes_and_all_that_was_told() -> None:
+async def test_single_replica_edit_takes_eight_writes() -> None:
     _, written = await rolled(lives=None)
     assert written == [
         *("apply StatefulSet", "ReplicaCreated", "status RollingOut"),
@@ -336,7 +341,7 @@ async def test_an_edit_of_one_replica_is_eight_writes_and_all_that_was_told() ->
 
 
 @pytest.mark.parametrize("lives", range(1, 9))
-async def test_a_status_that_was_left_to_the_next_look_is_written_whoever_looks(lives: int) -> None:
+async def test_deferred_status_is_written_by_next_tick(lives: int) -> None:
     undisturbed, _ = await rolled(lives=None)
     cluster, _ = await rolled(lives=lives)
     assert end_state(cluster) == end_state(undisturbed)

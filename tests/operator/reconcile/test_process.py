@@ -1,4 +1,4 @@
-"""The process: what others wait for by a deadline is there in time, whatever the loops are busy with."""
+"""Operator process: work with a deadline is done in time, however busy the loops are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DISCOVERED = "/apis/trimtab.dev/v1alpha1"  # by Kopf, which is the last to begin
 PODS = "/api/v1/pods"
 SECRET = "/api/v1/namespaces/trimtab-system/secrets/trimtab-operator"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/trimtab-system/leases/trimtab-operator"
-PATIENCE_SECONDS = 300.0  # of a machine that is busy with other things
+TEST_TIMEOUT_SECONDS = 300.0  # of a machine that is busy with other things
 RENEWALS = 3
 OPTIONS = Options(
     namespaces=(),
@@ -59,9 +59,9 @@ OPTIONS = Options(
 
 @pytest.fixture
 def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Where probes, metrics and webhook are answered, on ports that were free."""
+    """Return free ports for probes, metrics and webhook."""
     found: dict[str, int] = {}
-    start, leave = Webhook.start, Webhook.leave
+    start, withdraw = Webhook.start, Webhook.withdraw
 
     async def serving(port: int, heartbeats: Heartbeats, **options: Any) -> web.AppRunner:
         made = await serve_health(port, heartbeats, **options)
@@ -81,21 +81,21 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(runner, "serve_health", serving)
     monkeypatch.setattr(runner, "serve_metrics", telling)
     monkeypatch.setattr(Webhook, "start", started)
-    monkeypatch.setattr(Webhook, "leave", lambda webhook: leave(webhook, after_seconds=0.0))
+    monkeypatch.setattr(Webhook, "withdraw", lambda webhook: withdraw(webhook, after_seconds=0.0))
     return found
 
 
 def port_of(made: web.AppRunner) -> int:
-    """IPv4's, which is another one than IPv6's."""
+    """Return the IPv4 port, which differs from the IPv6 port."""
     return next(int(address[1]) for address in made.addresses if len(address) == 2)
 
 
 def asked(url: str, body: Any = None) -> str:
-    """What is answered, without help of the caller's event loop."""
+    """Return the response, read without the caller's event loop."""
     trusting = ssl._create_unverified_context()
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS, context=trusting) as answer:
+    with urllib.request.urlopen(request, timeout=TEST_TIMEOUT_SECONDS, context=trusting) as answer:
         return str(answer.read().decode())
 
 
@@ -103,15 +103,15 @@ def asked(url: str, body: Any = None) -> str:
 async def running(
     server: SmallApiServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[asyncio.Task[int]]:
-    """An operator at this API server, that loses its Lease to no pause of a busy machine."""
-    monkeypatch.setattr(leader_election, "RENEW_SECONDS", PATIENCE_SECONDS)
-    monkeypatch.setattr(leader_election, "ATTEMPT_SECONDS", PATIENCE_SECONDS)
+    """Run an operator at this API server with a Lease that tolerates pauses of a busy machine."""
+    monkeypatch.setattr(leader_election, "RENEW_SECONDS", TEST_TIMEOUT_SECONDS)
+    monkeypatch.setattr(leader_election, "ATTEMPT_TIMEOUT_SECONDS", TEST_TIMEOUT_SECONDS)
     async with LoopThread("api-server") as elsewhere:
         await elsewhere.enter(server.served())
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
         monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(make_kubeconfig(folder, server.port)))
         monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(TEST_TIMEOUT_SECONDS):
             yield asyncio.create_task(run_operator(OPTIONS))
 
 
@@ -121,19 +121,20 @@ async def until_read(server: SmallApiServer, path: str, operator: asyncio.Task[i
         await asyncio.sleep(0.05)
 
 
-async def test_a_loop_that_works_without_a_pause_costs_neither_the_lease_nor_a_verdict_nor_a_probe(
+async def test_busy_loop_does_not_delay_lease_webhook_or_probes(
     ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here it does nothing else at all until everybody was answered: an edit and what follows takes its milliseconds,
-    and a thousand come at once. What it needs to know before it begins comes late, and the Lease is renewed by then."""
+    """The main loop is blocked until all responses arrived. The initial list is delayed, and the Lease is renewed
+    meanwhile.
+    """
     monkeypatch.setattr(leader_election, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(health, "MAX_LAG_SECONDS", 2 * PATIENCE_SECONDS)
-    monkeypatch.setattr(runner, "MAX_BLOCKED_SECONDS", 2 * PATIENCE_SECONDS)
+    monkeypatch.setattr(health, "MAX_LAG_SECONDS", 2 * TEST_TIMEOUT_SECONDS)
+    monkeypatch.setattr(runner, "MAX_BLOCKED_SECONDS", 2 * TEST_TIMEOUT_SECONDS)
     server = SmallApiServer()
     server.slow[SECRET] = lambda: server.writes[LEASE] > RENEWALS
     async with running(server, tmp_path, monkeypatch) as operator:
         await until_read(server, DISCOVERED, operator)
-        before, deadline = server.writes[LEASE], time.monotonic() + PATIENCE_SECONDS
+        before, deadline = server.writes[LEASE], time.monotonic() + TEST_TIMEOUT_SECONDS
         while server.writes[LEASE] < before + RENEWALS and time.monotonic() < deadline:
             pass
         renewed = server.writes[LEASE] - before
@@ -151,11 +152,12 @@ async def test_a_loop_that_works_without_a_pause_costs_neither_the_lease_nor_a_v
     assert server.objects[LEASE]["spec"]["holderIdentity"] == "", "it was given back"
 
 
-async def test_an_operator_that_is_told_to_stop_while_it_leads_ends_by_that(
+async def test_stop_signal_ends_leading_operator(
     ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kopf takes the signals over as it begins. One that ends by them leaves who waits for its stop flag waiting, and
-    has the process killed some time later."""
+    """Kopf replaces the signal handlers when it starts. If only Kopf handled the signals, waiters of its stop flag
+    would hang until the process is killed.
+    """
     server = SmallApiServer()
     async with running(server, tmp_path, monkeypatch) as operator:
         await until_read(server, DISCOVERED, operator)
@@ -167,10 +169,10 @@ async def test_an_operator_that_is_told_to_stop_while_it_leads_ends_by_that(
     assert server.objects[LEASE]["spec"]["holderIdentity"] == ""
 
 
-async def test_an_operator_that_is_told_to_stop_before_it_has_heard_of_everything_waits_for_nothing_more(
+async def test_stop_signal_before_first_sync_ends_operator(
     ports: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watches, "FIRST_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(watches, "FIRST_SYNC_TIMEOUT_SECONDS", 10 * TEST_TIMEOUT_SECONDS)
     server = SmallApiServer()
     server.slow[PODS] = lambda: False
     async with running(server, tmp_path, monkeypatch) as operator:
@@ -184,7 +186,7 @@ async def test_an_operator_that_is_told_to_stop_before_it_has_heard_of_everythin
 
 
 class LateWord(OneLease):
-    """It holds up the thread that writes the Lease for the first time, until `may_go`."""
+    """API client that blocks the thread at the first Lease write until `may_go`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,19 +194,19 @@ class LateWord(OneLease):
 
     async def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
         self.is_asked.set()
-        self.may_go.wait(PATIENCE_SECONDS)
+        self.may_go.wait(TEST_TIMEOUT_SECONDS)
         return await super().create(manifest)
 
 
-async def test_a_lease_that_is_acquired_as_the_process_is_told_to_stop_is_given_back() -> None:
+async def test_lease_acquired_during_stop_is_released() -> None:
     server, stop = LateWord(), asyncio.Event()
-    async with asyncio.timeout(PATIENCE_SECONDS), LoopThread("beside") as beside:
+    async with asyncio.timeout(TEST_TIMEOUT_SECONDS), LoopThread("beside") as beside:
         ours = LeaderLease(cast("Cluster", server), namespace="n", name="l", identity="a")
         acquiring = asyncio.create_task(Leadership(beside, ours).acquire(stop))
         while not server.is_asked.is_set():  # noqa: ASYNC110 - it is set in the other thread
             await asyncio.sleep(0.01)
         stop.set()
-        for _ in range(10):  # until nobody waits for it any more
+        for _ in range(10):  # until the waiter is cancelled
             await asyncio.sleep(0)
         server.may_go.set()
         assert not await acquiring
@@ -213,22 +215,22 @@ async def test_a_lease_that_is_acquired_as_the_process_is_told_to_stop_is_given_
     assert server.lease["spec"]["holderIdentity"] == ""
 
 
-def test_a_process_whose_loops_are_blocked_for_good_leads_no_more_before_the_probe_fails() -> None:
-    """The thread that renews the Lease is well all the while. One that is blocked for less leads on."""
+def test_blocked_process_loses_lease_before_liveness_fails() -> None:
+    """The thread that renews the Lease is not blocked. A shorter block does not lose the Lease."""
 
     async def blocked() -> tuple[float, float]:
         now = asyncio.get_running_loop().time
         heartbeats = Heartbeats(max_age_seconds=300.0, clock=now)
         ours = runner._lease(cast("Cluster", OneLease()), OPTIONS, heartbeats)
-        heartbeats.ran()
+        heartbeats.mark_loop_ran()
         await ours.acquire()
-        keeping = asyncio.create_task(ours.keep())
+        keeping = asyncio.create_task(ours.renew_until_lost())
         began = now()
         for _ in range(10):
-            heartbeats.ran()
+            heartbeats.mark_loop_ran()
             await asyncio.sleep(runner.MAX_BLOCKED_SECONDS)
         assert ours.is_held
-        heartbeats.ran()
+        heartbeats.mark_loop_ran()
         since = now()
         await keeping
         assert not ours.is_held
@@ -239,7 +241,7 @@ def test_a_process_whose_loops_are_blocked_for_good_leads_no_more_before_the_pro
     assert runner.MAX_BLOCKED_SECONDS <= led_on < health.MAX_LAG_SECONDS
 
 
-async def test_what_runs_in_the_thread_ends_with_it_and_with_who_waits_for_it() -> None:
+async def test_loop_thread_cancels_its_coroutines() -> None:
     told: list[str] = []
 
     async def waits(name: str) -> None:
@@ -251,10 +253,10 @@ async def test_what_runs_in_the_thread_ends_with_it_and_with_who_waits_for_it() 
             told.append(f"{name} ended")
 
     async def begun(count: int) -> None:
-        while len(told) < count:  # noqa: ASYNC110 - what is told comes from the other thread
+        while len(told) < count:  # noqa: ASYNC110 - the other thread appends to it
             await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(PATIENCE_SECONDS), LoopThread("beside") as beside:
+    async with asyncio.timeout(TEST_TIMEOUT_SECONDS), LoopThread("beside") as beside:
         first = asyncio.create_task(beside.run(waits, "first"))
         await begun(1)
         first.cancel()

@@ -1,4 +1,4 @@
-"""The loop: it writes what differs, is still when nothing does, survives failures and ends with its resource."""
+"""Reconcile loop: writes differences, is idle without any, survives failures and ends with its resource."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import MODEL_FACTS, a_resource
-from operator_cluster import KEY, TICK_SECONDS, FakeCluster, FakeEngines, a_loop, a_reconciler
+from operator_cluster import KEY, TICK_SECONDS, FakeCluster, FakeEnginePoller, a_loop, a_reconciler
 from prometheus_client import generate_latest
 from trimtab_operator.engines import scrape
-from trimtab_operator.engines.poller import Engines
+from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.errors import Gone, NameTaken
 from trimtab_operator.kube.informer_cache import Cache, Store
 from trimtab_operator.observed.actions import Apply
@@ -27,19 +27,19 @@ from trimtab_operator.planning.idle import IDLE_RECONCILE_SECONDS, IdleState
 from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile
 from trimtab_operator.planning.snapshot import ClusterSnapshot
 from trimtab_operator.reconcile import reconciler as reconciler_module
-from trimtab_operator.reconcile.executor import Done, Hands
+from trimtab_operator.reconcile.executor import ApplyResult, Executor
 from trimtab_operator.reconcile.health import Heartbeats
-from trimtab_operator.reconcile.observer import Eyes, Key
-from trimtab_operator.reconcile.priority_limiter import Lanes, Place
+from trimtab_operator.reconcile.observer import ClusterObserver, Key
+from trimtab_operator.reconcile.priority_limiter import PriorityLimiter, Slot
 from trimtab_operator.reconcile.reconciler import (
     BUSY_TICK_SECONDS,
-    MAX_TICKS_AT_ONCE,
-    UNREAD_SECONDS,
-    Loop,
+    MAX_CONCURRENT_TICKS,
+    MAX_UNREAD_METRICS_SECONDS,
+    ReconcileLoop,
     Reconciler,
-    _rang,
+    _wait_for_event,
 )
-from trimtab_operator.reconcile.wakeups import WakeUps
+from trimtab_operator.reconcile.work_queue import WorkQueue
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, InferenceDeployment
 from trimtab_operator.tuner.decide import Condition, TunerOutput
@@ -47,7 +47,7 @@ from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.state import TunerState
 
 
-async def test_the_first_tick_creates_and_when_all_runs_a_tick_writes_nothing() -> None:
+async def test_idle_tick_writes_nothing() -> None:
     cluster = FakeCluster()
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     assert await reconciler.tick(loop) == BUSY_TICK_SECONDS
@@ -59,11 +59,11 @@ async def test_the_first_tick_creates_and_when_all_runs_a_tick_writes_nothing() 
     assert ("ConfigMap", "m-rollout") in cluster.objects
     assert cluster.condition("Ready")["status"] == "True"
     written = cluster.writes
-    assert await reconciler.tick(loop) == reconciler.eyes.tick_seconds
+    assert await reconciler.tick(loop) == reconciler.observer.tick_seconds
     assert cluster.writes == written
 
 
-async def test_a_promise_is_told_to_engines_that_serve_and_one_that_is_dead_holds_nothing() -> None:
+async def test_objective_is_patched_into_serving_engines() -> None:
     cluster = FakeCluster(replicas=2, tuning={"mode": "Auto"})
     cluster.settle()
     pods = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
@@ -82,17 +82,17 @@ async def test_a_promise_is_told_to_engines_that_serve_and_one_that_is_dead_hold
 
 
 class Copied(FakeCluster):
-    """A cluster whose API server gives copies: what was read may be another by now."""
+    """Cluster whose API server returns copies, so that read objects can become outdated."""
 
-    async def observe(self, _deployment: InferenceDeployment) -> ObservedChildren:
+    async def list_children(self, _deployment: InferenceDeployment) -> ObservedChildren:
         return copy.deepcopy(self.children())
 
     async def are_current(self, manifests: Iterable[Manifest]) -> bool:
         return all(known in (*self.pods.values(), *self.objects.values(), self.body) for known in manifests)
 
 
-async def test_who_was_read_without_a_cache_is_looked_at_once_more_before_another_goes() -> None:
-    """Engines are asked, and a turn is taken, between what is read and what is done by it."""
+async def test_uncached_pods_are_revalidated_before_deletion() -> None:
+    """Polling engines and planning take time between the read and the deletion."""
     cluster = Copied(replicas=2, rollout={"maxSurge": 0, "bakeTime": "0s"})
     cluster.settle()
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
@@ -101,13 +101,13 @@ async def test_who_was_read_without_a_cache_is_looked_at_once_more_before_anothe
     cluster.controllers()
     assert any(action.name == "m-g0-0" for action in cluster.decide().urgent_deletes)
 
-    class Blinks(FakeEngines):
-        async def look(self, *arguments: Any, **options: Any) -> dict[str, EngineObservation]:
-            said = await super().look(*arguments, **options)
+    class Blinks(FakeEnginePoller):
+        async def poll(self, *arguments: Any, **options: Any) -> dict[str, EngineObservation]:
+            said = await super().poll(*arguments, **options)
             cluster.set_ready("m-g1-0", ready=False)
             return said
 
-    reconciler, loop = a_reconciler(cluster), Loop(KEY, cast("Engines", Blinks(cluster)))
+    reconciler, loop = a_reconciler(cluster), ReconcileLoop(KEY, cast("EnginePoller", Blinks(cluster)))
     loop.state = cluster.state
     await reconciler.tick(loop)
     cluster.controllers()
@@ -115,14 +115,14 @@ async def test_who_was_read_without_a_cache_is_looked_at_once_more_before_anothe
 
 
 class OlderSchema(FakeCluster):
-    """A cluster whose CRD is of before queues had an order: its API server drops what that does not know."""
+    """Cluster with an older CRD, whose API server prunes unknown fields."""
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         tuning = {name: value for name, value in (status.get("tuning") or {}).items() if name != "schedulingPolicy"}
         super().write_status({**status, "tuning": tuning} if "tuning" in status else status)
 
 
-async def test_an_operator_whose_crd_is_older_writes_nothing_at_rest_and_orders_queues() -> None:
+async def test_older_crd_causes_no_idle_writes() -> None:
     cluster = OlderSchema(replicas=2, tuning={"mode": "Auto"}, objectives={"ttft": {"target": "2s"}})
     asked: list[str] = []
     for _ in range(2):  # two operators, one after the other
@@ -146,12 +146,12 @@ async def test_an_operator_whose_crd_is_older_writes_nothing_at_rest_and_orders_
 
 
 def written_by(reconciler: Reconciler) -> float:
-    """How often it has written at the API server."""
-    found = reconciler.hands.metrics.writes.collect()
+    """Return the number of writes at the API server."""
+    found = reconciler.executor.metrics.writes.collect()
     return sum(sample.value for metric in found for sample in metric.samples if sample.name.endswith("_total"))
 
 
-async def test_what_the_api_server_does_not_keep_is_said_again_when_the_status_changes() -> None:
+async def test_pruned_status_is_written_on_change() -> None:
     cluster = OlderSchema(tuning={"mode": "Auto"}, objectives={"ttft": {"target": "2s"}})
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     for _ in range(20):
@@ -164,9 +164,7 @@ async def test_what_the_api_server_does_not_keep_is_said_again_when_the_status_c
 
 
 @pytest.mark.parametrize("mode", ["Off", "Recommend", "Auto"])
-async def test_engines_at_rest_that_are_late_now_and_then_cause_no_write(
-    mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_late_idle_engines_cause_no_write(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = FakeCluster(tuning={"mode": mode})
     cluster.settle()
     is_late = iter([False, True, False, False, True, True, False, True, False])
@@ -176,19 +174,19 @@ async def test_engines_at_rest_that_are_late_now_and_then_cause_no_write(
             await asyncio.sleep(0.1)
         return cluster.said(target)
 
-    monkeypatch.setattr(scrape, "ask", answers)
-    engines = Engines(cast("aiohttp.ClientSession", None), lambda: cluster.now, patience_seconds=0.02)
-    reconciler, loop = a_reconciler(cluster), Loop(KEY, engines)
+    monkeypatch.setattr(scrape, "observe_engine", answers)
+    engines = EnginePoller(cast("aiohttp.ClientSession", None), lambda: cluster.now, timeout_seconds=0.02)
+    reconciler, loop = a_reconciler(cluster), ReconcileLoop(KEY, engines)
     await reconciler.tick(loop)
     written = cluster.writes
     for _ in range(8):
         cluster.now += 5.0
         await reconciler.tick(loop)
-        await asyncio.sleep(0.1)  # what was late has come before the next look
+        await asyncio.sleep(0.1)  # late results arrived before the next poll
     assert cluster.writes == written
 
 
-async def test_no_engine_exists_before_the_model_was_read_and_the_tick_that_learns_it_starts_one() -> None:
+async def test_engine_starts_after_model_facts() -> None:
     cluster = FakeCluster(knows_the_model=False)
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     assert await reconciler.tick(loop) == BUSY_TICK_SECONDS
@@ -199,7 +197,7 @@ async def test_no_engine_exists_before_the_model_was_read_and_the_tick_that_lear
     assert {kind for kind, _ in cluster.objects} == {"ConfigMap", "Service", "ServiceAccount", "StatefulSet"}
 
 
-async def test_a_model_that_cannot_be_read_starts_nothing_and_shows_the_last_words() -> None:
+async def test_unreadable_model_starts_no_engine() -> None:
     cluster = FakeCluster(knows_the_model=False)
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     cluster.model_words = (2, "no such file")
@@ -213,7 +211,7 @@ async def test_a_model_that_cannot_be_read_starts_nothing_and_shows_the_last_wor
     assert cluster.condition("LayoutValid")["status"] == "Unknown"
 
 
-async def test_a_refused_spec_creates_nothing_and_says_so() -> None:
+async def test_invalid_spec_creates_nothing() -> None:
     cluster = FakeCluster(knows_the_model=False, model={"uri": "oci://a/b"})
     await a_reconciler(cluster).tick(a_loop(cluster))
     assert cluster.objects == {}
@@ -221,14 +219,14 @@ async def test_a_refused_spec_creates_nothing_and_says_so() -> None:
     assert "oci://" in cluster.condition("Ready")["message"]
 
 
-async def test_a_spec_that_cannot_be_read_is_told_field_by_field() -> None:
+async def test_unparsable_spec_is_reported_by_field() -> None:
     cluster = FakeCluster(knows_the_model=False, replicas="many")
     await a_reconciler(cluster).tick(a_loop(cluster))
     assert "spec.replicas" in cluster.condition("Ready")["message"]
 
 
 @pytest.mark.parametrize("change", ["deleted", "deleting", "namesake"])
-async def test_the_loop_ends_with_its_resource(change: str) -> None:
+async def test_loop_ends_with_deleted_resource(change: str) -> None:
     cluster = FakeCluster()
     assert cluster.body is not None
     if change == "deleted":
@@ -245,12 +243,12 @@ async def test_the_loop_ends_with_its_resource(change: str) -> None:
 
 
 class Counted(Reconciler):
-    """What all loops share, when a tick does nothing but let others go on."""
+    """Reconciler whose ticks only yield to others."""
 
     __slots__ = ()
     ticking: ClassVar[list[int]] = [0, 0]
 
-    async def tick(self, loop: Loop) -> float:
+    async def tick(self, loop: ReconcileLoop) -> float:
         self.ticking[0] += 1
         self.ticking[1] = max(self.ticking)
         for _ in range(3):
@@ -259,29 +257,29 @@ class Counted(Reconciler):
         return 1.0
 
 
-async def test_a_bounded_number_of_loops_ticks_at_once() -> None:
+async def test_concurrent_ticks_are_limited() -> None:
     cluster = FakeCluster()
     plain = a_reconciler(cluster)
-    counted = Counted(plain.eyes, plain.hands, plain.http, plain.heartbeats, plain.wake_ups)
+    counted = Counted(plain.observer, plain.executor, plain.http, plain.heartbeats, plain.work_queue)
     assert await asyncio.gather(*(counted.guarded_tick(a_loop(cluster)) for _ in range(300))) == [1.0] * 300
-    assert counted.ticking == [0, MAX_TICKS_AT_ONCE]
+    assert counted.ticking == [0, MAX_CONCURRENT_TICKS]
 
 
-class Pages(FakeEngines):
-    """Engines of which it is known whether they say the same as before."""
+class Pages(FakeEnginePoller):
+    """Poller with a fixed result of the metrics comparison."""
 
     same = True
 
-    async def say_the_same(self, _known: object) -> bool:
+    async def are_metrics_unchanged(self, _known: object) -> bool:
         return self.same
 
 
 class Ordered(Reconciler):
-    """Loops whose ticks do nothing but take some steps."""
+    """Reconciler whose ticks only record their order."""
 
     order: ClassVar[list[str]]
 
-    async def _guarded_tick(self, loop: Loop) -> float:
+    async def _guarded_tick(self, loop: ReconcileLoop) -> float:
         self.order.append(loop.key.name)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -289,47 +287,54 @@ class Ordered(Reconciler):
 
 
 def a_body(name: str, generation: int, *, version: int) -> dict[str, Any]:
-    """A resource whose status speaks of its first spec."""
+    """Return a resource whose status observed its first generation."""
     metadata = {"namespace": "n", "name": name, "uid": name, "resourceVersion": str(version), "generation": generation}
     return {"kind": KIND, "metadata": metadata, "status": {"observedGeneration": 1}}
 
 
-async def test_what_was_just_asked_for_is_brought_about_before_what_follows_from_others() -> None:
-    """Of a line in which one resource has been edited, and another one is while it stands there."""
+async def test_edits_run_before_follow_ups() -> None:
+    """One queued resource was edited before, and another one is edited while it is queued."""
     names = ["a", "b", "c", "d", "e"]
-    store, wake_ups = Store(KIND), WakeUps()
-    cache = Cache([store], wake_ups.ring)
-    cache.listed(store, [a_body(name, 2 if name == "d" else 1, version=1) for name in names], 1)
+    store, work_queue = Store(KIND), WorkQueue()
+    cache = Cache([store], work_queue.enqueue)
+    cache.replace_all(store, [a_body(name, 2 if name == "d" else 1, version=1) for name in names], 1)
     like = a_reconciler(FakeCluster())
     Ordered.order = []
-    eyes = replace(like.eyes, cache=cache)
-    reconciler = Ordered(eyes, like.hands, like.http, like.heartbeats, wake_ups, _ticking=Lanes(1, beside=1))
-    loops = {name: Loop(Key("n", name, name), cast("Engines", None)) for name in names}
+    observer = replace(like.observer, cache=cache)
+    reconciler = Ordered(
+        observer,
+        like.executor,
+        like.http,
+        like.heartbeats,
+        work_queue,
+        _tick_limiter=PriorityLimiter(1, max_background_when_urgent=1),
+    )
+    loops = {name: ReconcileLoop(Key("n", name, name), cast("EnginePoller", None)) for name in names}
     ticks = [asyncio.create_task(reconciler.guarded_tick(loop)) for loop in loops.values()]
     await asyncio.sleep(0)
-    cache.changed(store, "MODIFIED", a_body("e", 2, version=2))
+    cache.apply_event(store, "MODIFIED", a_body("e", 2, version=2))
     await asyncio.gather(*ticks)
     assert reconciler.order == ["a", "d", "e", "b", "c"]
-    assert [loop.place.urgent for loop in loops.values()] == [False, False, False, True, True]
-    await reconciler.guarded_tick(loops["d"])  # once: what follows, and what keeps failing, stands in line with others
-    assert not loops["d"].place.urgent
+    assert [loop.slot.urgent for loop in loops.values()] == [False, False, False, True, True]
+    await reconciler.guarded_tick(loops["d"])  # once: follow-ups and failing ticks are not urgent
+    assert not loops["d"].slot.urgent
 
 
-async def test_who_has_done_what_it_was_asked_for_tells_of_it_when_others_have_too() -> None:
-    cluster, lanes = FakeCluster(), Lanes(3, beside=1)
-    reconciler, loop, other = replace(a_reconciler(cluster), _ticking=lanes), a_loop(cluster), Place(urgent=True)
+async def test_status_update_yields_to_urgent_edits() -> None:
+    cluster, limiter = FakeCluster(), PriorityLimiter(3, max_background_when_urgent=1)
+    reconciler, loop, other = replace(a_reconciler(cluster), _tick_limiter=limiter), a_loop(cluster), Slot(urgent=True)
     doors = {name: asyncio.Event() for name in ("other", "follower")}
 
-    async def stay(place: Place, name: str) -> None:
-        async with lanes.entered(place):
+    async def stay(place: Slot, name: str) -> None:
+        async with limiter.acquire(place):
             await doors[name].wait()
 
     async def ticked() -> float:
-        async with lanes.entered(loop.place):
+        async with limiter.acquire(loop.slot):
             return await reconciler.tick(loop)
 
-    loop.place.urgent = True
-    crowd = [asyncio.create_task(stay(other, "other")), asyncio.create_task(stay(Place(), "follower"))]
+    loop.slot.urgent = True
+    crowd = [asyncio.create_task(stay(other, "other")), asyncio.create_task(stay(Slot(), "follower"))]
     ticking = asyncio.create_task(ticked())
     for _ in range(500):
         await asyncio.sleep(0.001 if ("StatefulSet", "m-g0") not in cluster.objects else 0)
@@ -343,32 +348,32 @@ async def test_who_has_done_what_it_was_asked_for_tells_of_it_when_others_have_t
     await asyncio.gather(*crowd)
 
 
-async def test_who_is_edited_again_while_it_acts_waits_for_nobody() -> None:
-    """The next tick brings the second edit about, and begins when this one has told of the first."""
-    cluster, lanes, wake_ups = FakeCluster(), Lanes(2, beside=0), WakeUps()
+async def test_edit_during_apply_keeps_slot() -> None:
+    """The next tick applies the second edit, and starts after this one has reported the first."""
+    cluster, limiter, work_queue = FakeCluster(), PriorityLimiter(2, max_background_when_urgent=0), WorkQueue()
     store, like = Store(KIND), a_reconciler(cluster)
-    cache = Cache([store], wake_ups.ring)
-    cache.listed(store, [a_body(KEY.name, 2, version=1)], 1)
+    cache = Cache([store], work_queue.enqueue)
+    cache.replace_all(store, [a_body(KEY.name, 2, version=1)], 1)
     loop, door = a_loop(cluster), asyncio.Event()
 
-    class EditedMeanwhile(Hands):
-        async def act(self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: Engines) -> Done:
-            cache.changed(store, "MODIFIED", a_body(KEY.name, 3, version=2))
-            return await like.hands.act(snapshot, plan, engines)
+    class EditedMeanwhile(Executor):
+        async def apply(self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: EnginePoller) -> ApplyResult:
+            cache.apply_event(store, "MODIFIED", a_body(KEY.name, 3, version=2))
+            return await like.executor.apply(snapshot, plan, engines)
 
         async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> None:
-            await like.hands.persist_state(snapshot, plan)
+            await like.executor.persist_state(snapshot, plan)
 
-    class Sees(Eyes):
-        def unanswered(self, key: Key) -> int | None:
-            return replace(like.eyes, cache=cache).unanswered(Key(key.namespace, key.name, key.uid))
+    class Sees(ClusterObserver):
+        def pending_generation(self, key: Key) -> int | None:
+            return replace(like.observer, cache=cache).pending_generation(Key(key.namespace, key.name, key.uid))
 
-    hands = EditedMeanwhile(like.hands.cluster, like.hands.metrics, like.hands.clock)
-    eyes = Sees(**{each.name: getattr(like.eyes, each.name) for each in fields(Eyes) if each.init})
-    reconciler = replace(like, eyes=eyes, hands=hands, wake_ups=wake_ups, _ticking=lanes)
+    executor = EditedMeanwhile(like.executor.cluster, like.executor.metrics, like.executor.clock)
+    observer = Sees(**{each.name: getattr(like.observer, each.name) for each in fields(ClusterObserver) if each.init})
+    reconciler = replace(like, observer=observer, executor=executor, work_queue=work_queue, _tick_limiter=limiter)
 
     async def stay() -> None:
-        async with lanes.entered(Place(urgent=True)):
+        async with limiter.acquire(Slot(urgent=True)):
             await door.wait()
 
     other = asyncio.create_task(stay())
@@ -383,14 +388,14 @@ async def test_who_is_edited_again_while_it_acts_waits_for_nobody() -> None:
 @pytest.mark.parametrize(
     ("last_seconds", "running", "scaling", "is_here"),
     [
-        (None, 0.0, None, False),  # how long its turns take is not known yet
+        (None, 0.0, None, False),  # the planning time is not known yet
         (0.003, 0.0, None, True),
         (0.3, 0.0, None, False),
         (0.003, 2.0, None, False),  # a load may have to be predicted
         (0.003, 0.0, {"minReplicas": 1, "maxReplicas": 2}, False),
     ],
 )
-async def test_a_turn_that_foresees_nothing_is_taken_at_once_and_any_other_beside_the_loop(
+async def test_fast_plan_runs_inline_others_in_thread(
     last_seconds: float | None,
     running: float,
     scaling: dict[str, Any] | None,
@@ -401,7 +406,7 @@ async def test_a_turn_that_foresees_nothing_is_taken_at_once_and_any_other_besid
     cluster = FakeCluster(**spec)
     cluster.settle()
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
-    snapshot = await reconciler.eyes.look(KEY, cluster.state, loop.engines)
+    snapshot = await reconciler.observer.observe(KEY, cluster.state, loop.engines)
     ((name, said),) = snapshot.engines.items()
     assert said.sample is not None
     gauges = replace(said.sample.gauges, running=running, waiting=0.0)
@@ -413,15 +418,15 @@ async def test_a_turn_that_foresees_nothing_is_taken_at_once_and_any_other_besid
         return plan_reconcile(seen, state)
 
     monkeypatch.setattr(reconciler_module, "plan_reconcile", noted)
-    loop.state, loop.turn_seconds = cluster.state, last_seconds
-    decided = await reconciler._decided(loop, snapshot)
+    loop.state, loop.plan_seconds = cluster.state, last_seconds
+    decided = await reconciler._plan(loop, snapshot)
     assert [thread is threading.current_thread() for thread in threads] == [is_here]
     assert decided == plan_reconcile(snapshot, cluster.state)
-    assert loop.turn_seconds is not None
+    assert loop.plan_seconds is not None
 
 
 class RingsLate(asyncio.Event):
-    """An alarm that rings just as who waits for it is told that time is up."""
+    """Event that is set just at the timeout."""
 
     async def wait(self) -> Literal[True]:
         try:
@@ -431,66 +436,64 @@ class RingsLate(asyncio.Event):
             raise
 
 
-async def test_an_alarm_that_rings_just_as_time_is_up_is_heard() -> None:
-    """Who has waited clears it next: what it rang for would be looked at a tick later, or a rest later."""
-    assert await _rang(RingsLate(), 0.0) is True
-    assert await _rang(asyncio.Event(), 0.0) is False
+async def test_wake_up_at_timeout_is_noticed() -> None:
+    """The waiter clears the event next: otherwise the change would be handled one tick or idle period later."""
+    assert await _wait_for_event(RingsLate(), 0.0) is True
+    assert await _wait_for_event(asyncio.Event(), 0.0) is False
 
 
-async def test_at_rest_a_tick_compares_pages_alone_until_a_look_is_due() -> None:
+async def test_idle_tick_compares_metrics_only() -> None:
     cluster = FakeCluster()
     reconciler, pages = a_reconciler(cluster), Pages(cluster)
-    loop = Loop(KEY, cast("Engines", pages))
-    assert not await reconciler.rests(loop)  # before the first look
-    loop.rest = IdleState(cluster.look(), (), cluster.now)
+    loop = ReconcileLoop(KEY, cast("EnginePoller", pages))
+    assert not await reconciler.is_idle(loop)  # before the first observation
+    loop.idle = IdleState(cluster.look(), (), cluster.now)
     cluster.now += IDLE_RECONCILE_SECONDS / 2
-    assert await reconciler.rests(loop)
-    assert loop.rest.seen_at == cluster.now
+    assert await reconciler.is_idle(loop)
+    assert loop.idle.seen_at == cluster.now
     pages.same = False
-    assert not await reconciler.rests(loop)
+    assert not await reconciler.is_idle(loop)
     pages.same = True
     cluster.now += IDLE_RECONCILE_SECONDS / 2
-    assert not await reconciler.rests(loop)
+    assert not await reconciler.is_idle(loop)
 
 
 @pytest.mark.parametrize(("tick_seconds", "unread"), [(3.0, 2), (5.0, 1), (6.0, 0), (15.0, 0)])
-async def test_while_many_wait_for_edits_a_page_goes_unread_that_the_next_tick_reads_in_time(
-    tick_seconds: float, unread: int
-) -> None:
+async def test_crowded_idle_tick_skips_metrics(tick_seconds: float, unread: int) -> None:
     cluster = FakeCluster()
     reconciler, pages = a_reconciler(cluster), Pages(cluster)
-    reconciler = replace(reconciler, eyes=replace(reconciler.eyes, tick_seconds=tick_seconds))
-    loop = Loop(KEY, cast("Engines", pages))
-    loop.rest = IdleState(cluster.look(), (), cluster.now)
+    reconciler = replace(reconciler, observer=replace(reconciler.observer, tick_seconds=tick_seconds))
+    loop = ReconcileLoop(KEY, cast("EnginePoller", pages))
+    loop.idle = IdleState(cluster.look(), (), cluster.now)
     pages.same = False
-    lanes = reconciler._ticking
-    async with lanes.entered(Place(urgent=True)), lanes.entered(Place(urgent=True)):
+    limiter = reconciler._tick_limiter
+    async with limiter.acquire(Slot(urgent=True)), limiter.acquire(Slot(urgent=True)):
         cluster.now += tick_seconds
-        assert not await reconciler.rests(loop), "two are not many"
-        async with lanes.entered(Place(urgent=True)):
+        assert not await reconciler.is_idle(loop), "two are not many"
+        async with limiter.acquire(Slot(urgent=True)):
             for _ in range(unread):
-                assert await reconciler.rests(loop)
+                assert await reconciler.is_idle(loop)
                 cluster.now += tick_seconds
-            assert not await reconciler.rests(loop)
-            assert cluster.now - loop.rest.seen_at <= max(tick_seconds, UNREAD_SECONDS)
+            assert not await reconciler.is_idle(loop)
+            assert cluster.now - loop.idle.seen_at <= max(tick_seconds, MAX_UNREAD_METRICS_SECONDS)
 
 
 @pytest.mark.parametrize("urgent", [True, False])
-async def test_who_was_just_edited_is_not_kept_by_engines_that_have_just_spoken(urgent: bool) -> None:
+async def test_edit_allows_stale_engine_status(urgent: bool) -> None:
     cluster = FakeCluster()
-    engines = FakeEngines(cluster)
-    loop = Loop(KEY, cast("Engines", engines))
-    loop.place.urgent = urgent
+    engines = FakeEnginePoller(cluster)
+    loop = ReconcileLoop(KEY, cast("EnginePoller", engines))
+    loop.slot.urgent = urgent
     cluster.settle()
     loop.state = cluster.state
     reconciler = a_reconciler(cluster)
     await reconciler.tick(loop)
-    loop.place.urgent = urgent
-    assert await reconciler.tick(loop) == reconciler.eyes.tick_seconds
-    assert engines.believed == [urgent, urgent]
+    loop.slot.urgent = urgent
+    assert await reconciler.tick(loop) == reconciler.observer.tick_seconds
+    assert engines.allowed_stale == [urgent, urgent]
 
 
-async def test_a_failing_tick_is_tried_again_and_shown_when_it_keeps_failing() -> None:
+async def test_failing_tick_is_retried_and_reported() -> None:
     cluster = FakeCluster(start_seconds=60.0)
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     cluster.failures = [OSError("no route")] * 3
@@ -502,7 +505,7 @@ async def test_a_failing_tick_is_tried_again_and_shown_when_it_keeps_failing() -
     assert cluster.status["phase"] == "Pending"
 
 
-async def test_a_failure_that_cannot_even_be_shown_does_not_end_the_loop() -> None:
+async def test_unreportable_failure_does_not_end_loop() -> None:
     cluster = FakeCluster()
     cluster.failures = [KeyError("a bug")] * 6
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
@@ -511,7 +514,7 @@ async def test_a_failure_that_cannot_even_be_shown_does_not_end_the_loop() -> No
 
 
 class RefusingCluster(FakeCluster):
-    """An API server that refuses to write some kinds."""
+    """API server that rejects writes of some kinds."""
 
     refuses: tuple[str, ...] = ()
     error: Exception = ApiException(status=403, reason="exceeded quota")
@@ -522,7 +525,7 @@ class RefusingCluster(FakeCluster):
         super().apply_now(action)
 
 
-async def test_a_child_that_keeps_being_refused_is_told_once_and_the_status_does_not_flap() -> None:
+async def test_rejected_child_is_reported_once() -> None:
     cluster = RefusingCluster()
     cluster.refuses = ("StatefulSet",)
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
@@ -534,15 +537,15 @@ async def test_a_child_that_keeps_being_refused_is_told_once_and_the_status_does
     assert cluster.writes == written
 
 
-async def test_a_name_that_somebody_else_has_is_told_at_once() -> None:
+async def test_name_conflict_is_reported_at_once() -> None:
     cluster = RefusingCluster()
-    cluster.refuses, cluster.error = ("Service",), NameTaken("Service m exists and belongs to somebody else")
+    cluster.refuses, cluster.error = ("Service",), NameTaken("Service m exists and has another owner")
     await a_reconciler(cluster).guarded_tick(a_loop(cluster))
     assert cluster.status["phase"] == "NameConflict"
 
 
-async def test_engines_that_run_wait_for_no_reader_of_another_model() -> None:
-    """A quota refuses the Job that reads it; a replica that is lost comes back all the same."""
+async def test_running_engines_ignore_new_model_facts_job() -> None:
+    """A quota rejects the Job that reads the model facts; a lost replica is replaced all the same."""
     cluster = RefusingCluster()
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     for _ in range(3):
@@ -556,50 +559,50 @@ async def test_engines_that_run_wait_for_no_reader_of_another_model() -> None:
     assert [name for kind, name in cluster.objects if kind == "StatefulSet"] == ["m-g1"]
 
 
-async def test_a_resource_that_is_gone_is_no_longer_counted() -> None:
+async def test_deleted_resource_has_no_metrics() -> None:
     cluster = FakeCluster()
     reconciler = a_reconciler(cluster)
     await reconciler.tick(a_loop(cluster))
-    reconciler.hands.metrics.decisions.labels(namespace="n", name="m", knob="none", reason="r", mode="Auto").inc()
+    reconciler.executor.metrics.decisions.labels(namespace="n", name="m", knob="none", reason="r", mode="Auto").inc()
     cluster.body = None
     await reconciler.run(KEY.namespace, KEY.name, KEY.uid)
-    page = generate_latest(reconciler.hands.metrics.registry)
+    page = generate_latest(reconciler.executor.metrics.registry)
     assert b"trimtab_desired_replicas{" not in page
     assert b"trimtab_operator_decisions_total{" not in page
 
 
-def test_a_namesake_keeps_its_alarm_when_the_old_loop_ends() -> None:
-    wake_ups = WakeUps()
-    old = wake_ups.of("models", "m")
-    new = wake_ups.of("models", "m")
-    wake_ups.forget("models", "m", old)
-    wake_ups.ring("models", "m")
+def test_recreated_resource_keeps_its_queue_entry() -> None:
+    work_queue = WorkQueue()
+    old = work_queue.register("models", "m")
+    new = work_queue.register("models", "m")
+    work_queue.forget("models", "m", old)
+    work_queue.enqueue("models", "m")
     assert new.is_set()
 
 
-class NotedWakeUps(WakeUps):
-    """Alarms, in the order in which they were made."""
+class RecordingQueue(WorkQueue):
+    """Work queue that records its events in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[asyncio.Event] = []
 
-    def of(self, namespace: str, name: str) -> asyncio.Event:
-        self.made.append(super().of(namespace, name))
+    def register(self, namespace: str, name: str) -> asyncio.Event:
+        self.made.append(super().register(namespace, name))
         return self.made[-1]
 
 
 async def first_status(cluster: FakeCluster) -> None:
-    """Wait until a loop has looked at the resource and said so."""
+    """Wait for the first status."""
     while not cluster.status:  # noqa: ASYNC110 - a cluster in memory rings no bell
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_a_loop_that_ends_late_leaves_its_namesake_what_is_known_of_it(is_cancelled: bool) -> None:
-    """Deleted and created again at once: the loop of the new one has begun before that of the old one ends."""
-    cluster, wake_ups = FakeCluster(), NotedWakeUps()
-    reconciler = replace(a_reconciler(cluster), wake_ups=wake_ups)
+async def test_late_loop_end_keeps_recreated_state(is_cancelled: bool) -> None:
+    """The resource was deleted and recreated: the new loop starts before the old one ends."""
+    cluster, work_queue = FakeCluster(), RecordingQueue()
+    reconciler = replace(a_reconciler(cluster), work_queue=work_queue)
     old = asyncio.create_task(reconciler.run(KEY.namespace, KEY.name, KEY.uid))
     await first_status(cluster)
     cluster.body = a_resource()
@@ -607,18 +610,18 @@ async def test_a_loop_that_ends_late_leaves_its_namesake_what_is_known_of_it(is_
     cluster.objects.clear()
     new = asyncio.create_task(reconciler.run(KEY.namespace, KEY.name, "u-new"))
     await first_status(cluster)
-    wake_ups.made[0].set()
+    work_queue.made[0].set()
     if is_cancelled:
         old.cancel()
     await asyncio.wait({old})
     assert not new.done()
     assert str(KEY) in reconciler.heartbeats._ticks
-    assert b"trimtab_desired_replicas{" in generate_latest(reconciler.hands.metrics.registry)
+    assert b"trimtab_desired_replicas{" in generate_latest(reconciler.executor.metrics.registry)
     new.cancel()
     await asyncio.wait({new})
 
 
-async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_tick(
+async def test_decision_is_emitted_after_state_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def decides_once(_: object, state: TunerState, *__: object) -> TunerOutput:
@@ -644,8 +647,8 @@ async def test_a_decision_whose_memory_could_not_be_written_is_told_on_the_next_
 
 
 @pytest.mark.parametrize("bad", [{"model": {"uri": "oci://a/b"}}, {"parallelism": {"tensor": 2, "gpusPerNode": 1}}])
-async def test_what_runs_is_cared_for_while_its_spec_is_refused(bad: dict[str, Any]) -> None:
-    """Refused by its own rules or by the model's (SmolLM2 has 9 heads): a leader that ends takes its worker along."""
+async def test_running_pods_are_maintained_while_spec_is_invalid(bad: dict[str, Any]) -> None:
+    """The spec violates its own rules or the model's (SmolLM2 has 9 heads): a failed leader restarts its worker."""
     cluster = FakeCluster(parallelism={"pipeline": 2, "gpusPerNode": 1})
     cluster.settle()
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
@@ -665,7 +668,7 @@ async def test_what_runs_is_cared_for_while_its_spec_is_refused(bad: dict[str, A
     assert "GroupRestarted" in cluster.events
 
 
-async def test_a_group_that_a_quota_lets_have_only_its_leader_names_the_quota_and_gives_back_until_an_edit() -> None:
+async def test_quota_blocking_workers_backs_off_gang() -> None:
     cluster = FakeCluster(parallelism={"tensor": 3, "pipeline": 2, "gpusPerNode": 3})
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     quota = 'pods "m-g0-w-0" is forbidden: exceeded quota: few, requested: pods=1, used: pods=1, limited: pods=1'
@@ -697,16 +700,16 @@ async def test_a_group_that_a_quota_lets_have_only_its_leader_names_the_quota_an
     assert (replicas(), cluster.events.count("GangSchedulingBackoff")) == ([1, 1], 1)
 
 
-def test_the_facts_of_these_tests_are_of_a_model_with_nine_heads() -> None:
+def test_fixture_model_has_nine_heads() -> None:
     assert MODEL_FACTS["num_attention_heads"] == 9
 
 
-async def test_a_loop_that_waits_for_room_for_its_tick_is_no_loop_that_hangs() -> None:
+async def test_loop_waiting_for_slot_is_healthy() -> None:
     now = [0.0]
     heartbeats = Heartbeats(max_age_seconds=60.0, clock=lambda: now[0])
-    cluster, line = FakeCluster(), Lanes(1, beside=1)
-    reconciler, loop = replace(a_reconciler(cluster), heartbeats=heartbeats, _ticking=line), a_loop(cluster)
-    async with line.entered(Place()):
+    cluster, line = FakeCluster(), PriorityLimiter(1, max_background_when_urgent=1)
+    reconciler, loop = replace(a_reconciler(cluster), heartbeats=heartbeats, _tick_limiter=line), a_loop(cluster)
+    async with line.acquire(Slot()):
         heartbeats.beat(str(loop.key))
         ticking = asyncio.create_task(reconciler.guarded_tick(loop))
         await asyncio.sleep(0)  # to the end of the line

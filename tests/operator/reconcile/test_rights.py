@@ -1,6 +1,6 @@
-"""The chart's roles hold what the operator does in a whole life of a resource, and nothing else.
+"""Permissions: the chart's roles contain exactly what the operator needs in the lifecycle of a resource.
 
-The operator's real door to the API server is used on a cluster in memory that asks for every right, as RBAC does.
+The operator's real API client runs against an in-memory cluster that enforces RBAC.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.kube.watches import REQUIRED
 from trimtab_operator.kube.webhook import Webhook
 from trimtab_operator.observed.actions import Event
-from trimtab_operator.reconcile.executor import Hands
+from trimtab_operator.reconcile.executor import Executor
 from trimtab_operator.reconcile.health import Heartbeats, OperatorMetrics
-from trimtab_operator.reconcile.observer import Eyes
-from trimtab_operator.reconcile.reconciler import Loop, Reconciler
-from trimtab_operator.reconcile.wakeups import WakeUps
+from trimtab_operator.reconcile.observer import ClusterObserver
+from trimtab_operator.reconcile.reconciler import ReconcileLoop, Reconciler
+from trimtab_operator.reconcile.work_queue import WorkQueue
 from trimtab_operator.resource.installation import Alerts, Installation, NetworkAccess, PodMonitoring
 from trimtab_operator.resource.spec import GROUP, KIND, PLURAL
 from trimtab_operator.resource.time import timestamp
@@ -39,7 +39,7 @@ WATCHED = {Grant(RESOURCES[kind][0], RESOURCES[kind][2], "watch") for kind in (*
 
 
 def granted(*settings: str) -> set[Grant]:
-    """What the chart's roles allow the operator."""
+    """Return the permissions of the chart's roles."""
     return {grant for made in render(*settings) if made["kind"] in ("Role", "ClusterRole") for grant in _of(made)}
 
 
@@ -54,7 +54,7 @@ def _of(role: Manifest) -> Iterable[Grant]:
 
 
 def a_world(**spec: Any) -> FakeCluster:
-    """A cluster that serves every kind, and a resource of which nothing is known yet."""
+    """Return a cluster that serves every kind, with a new resource."""
     runtime = {"device": "cuda", "image": "engine:1"}  # so that nodes matter
     quick = {"startTimeout": "30s", "drainTimeout": "1s"}
     cluster = FakeCluster(knows_the_model=False, **a_spec(**{"runtime": runtime, "rollout": quick, **spec}))
@@ -64,16 +64,20 @@ def a_world(**spec: Any) -> FakeCluster:
 
 def a_reconciler_at(door: GuardedDoor) -> Reconciler:
     cluster = door.cluster
-    clock = lambda: cluster.now  # noqa: E731 - the world's
+    clock = lambda: cluster.now  # noqa: E731 - the cluster's
     nodes = Nodes(door, clock)
-    eyes = Eyes(door, nodes, cluster.secret, cluster.default_image, 15.0, clock, installation=cluster.installation)
-    hands = Hands(door, OperatorMetrics(), clock)
-    return Reconciler(eyes, hands, cast("aiohttp.ClientSession", None), Heartbeats(max_age_seconds=60.0), WakeUps())
+    observer = ClusterObserver(
+        door, nodes, cluster.secret, cluster.default_image, 15.0, clock, installation=cluster.installation
+    )
+    executor = Executor(door, OperatorMetrics(), clock)
+    return Reconciler(
+        observer, executor, cast("aiohttp.ClientSession", None), Heartbeats(max_age_seconds=60.0), WorkQueue()
+    )
 
 
-async def ticks(reconciler: Reconciler, loop: Loop, number: int) -> None:
-    """Turns of one loop, each followed by the cluster. What was only looked at for a minute is looked at anew."""
-    door = cast("GuardedDoor", reconciler.eyes.cluster)
+async def ticks(reconciler: Reconciler, loop: ReconcileLoop, number: int) -> None:
+    """Run ticks, each followed by the cluster. Objects that are cached for a minute are read again."""
+    door = cast("GuardedDoor", reconciler.observer.cluster)
     for _ in range(number):
         door._optional.clear()
         await reconciler.guarded_tick(loop)
@@ -82,12 +86,12 @@ async def ticks(reconciler: Reconciler, loop: Loop, number: int) -> None:
 
 
 async def lead(door: GuardedDoor) -> None:
-    """What a process does before and after it looks after resources."""
+    """Run the steps of a process before and after leading."""
     secret = {"key": b"k"}
-    await door.secret(NAMESPACE, "trimtab-operator", secret)
+    await door.get_or_create_secret(NAMESPACE, "trimtab-operator", secret)
     lease = LeaderLease(door, namespace=NAMESPACE, name="trimtab-operator", identity="a")
-    await lease.attempt()
-    await lease.attempt()
+    await lease.try_acquire()
+    await lease.try_acquire()
     await lease.release()
 
 
@@ -105,15 +109,15 @@ async def serve_the_webhook(door: GuardedDoor) -> None:
         default_image=None,
     )
     await webhook.refresh()
-    made = await door.secret(NAMESPACE, "trimtab-webhook", {})
+    made = await door.get_or_create_secret(NAMESPACE, "trimtab-webhook", {})
     assert await door.replace_secret(NAMESPACE, "trimtab-webhook", made, {"ca.crt": b"of another service"})
     webhook._loaded = None
     await webhook.refresh()
 
 
-async def names_are_taken(reconciler: Reconciler, loop: Loop, keys: Iterable[tuple[str, str]]) -> None:
-    """Somebody else has an object of each of these kinds and names for a turn, one after the other."""
-    door = cast("GuardedDoor", reconciler.eyes.cluster)
+async def names_are_taken(reconciler: Reconciler, loop: ReconcileLoop, keys: Iterable[tuple[str, str]]) -> None:
+    """Create foreign objects of each of these kinds and names for one tick, one after the other."""
+    door = cast("GuardedDoor", reconciler.observer.cluster)
     for kind, name in keys:
         ours = door.cluster.objects.pop((kind, name), None)
         door.cluster.objects[kind, name] = {"metadata": {"namespace": "n", "name": name}}
@@ -125,7 +129,7 @@ async def names_are_taken(reconciler: Reconciler, loop: Loop, keys: Iterable[tup
 
 
 async def live(door: GuardedDoor) -> None:
-    """A resource is made, read, disturbed in every way, changed, shrunk and watched no more."""
+    """Run the lifecycle of a resource: create, read, disturb, change, scale in, delete."""
     cluster = door.cluster
     reconciler, loop = a_reconciler_at(door), a_loop(cluster)
     cluster.nodes = 1  # the first replica of two pods finds room for one
@@ -135,7 +139,7 @@ async def live(door: GuardedDoor) -> None:
     await ticks(reconciler, loop, 3)
     taken = [key for key in cluster.objects if key[0] not in ("Secret", "StatefulSet")]
     await names_are_taken(reconciler, loop, taken)
-    for (kind, _), made in cluster.objects.items():  # somebody meddles with everything
+    for (kind, _), made in cluster.objects.items():  # every object is changed externally
         if kind not in ("Job", "StatefulSet"):
             made["metadata"]["labels"].pop("app.kubernetes.io/part-of", None)
     await ticks(reconciler, loop, 1)
@@ -144,7 +148,7 @@ async def live(door: GuardedDoor) -> None:
     await ticks(reconciler, loop, 6)
     deleted = timestamp(datetime.fromtimestamp(cluster.now + 1.0, UTC))
     for name, pod in cluster.pods.items():
-        if "-w-" in name:  # somebody deletes a worker: its leader ends with it
+        if "-w-" in name:  # a worker is deleted: its leader ends with it
             pod["metadata"] |= {"deletionTimestamp": deleted, "deletionGracePeriodSeconds": 0}
     await ticks(reconciler, loop, 6)
     cluster.edit(template={"metadata": {"labels": {"edited": "yes"}}})
@@ -161,10 +165,10 @@ async def live(door: GuardedDoor) -> None:
     cluster.installation = Installation()
     await ticks(a_reconciler_at(door), loop, 2)
     for _ in range(2):
-        await reconciler.hands.tell(cluster.deployment, Event("Normal", "Said", "twice"))
+        await reconciler.executor.emit_event(cluster.deployment, Event("Normal", "Said", "twice"))
 
 
-async def test_a_whole_life_needs_the_rights_of_the_chart_and_no_others() -> None:
+async def test_full_lifecycle_needs_exactly_the_chart_permissions() -> None:
     grants = granted()
     door = GuardedDoor(a_world(parallelism=TWO_PODS), grants)
     await door.list(KIND, None)
@@ -175,12 +179,12 @@ async def test_a_whole_life_needs_the_rights_of_the_chart_and_no_others() -> Non
     assert grants >= WATCHED
 
 
-async def test_the_owners_spec_cannot_be_written() -> None:
+async def test_operator_cannot_write_spec() -> None:
     assert Grant(GROUP, PLURAL, "patch") not in granted()
     assert Grant(GROUP, PLURAL, "update") not in granted()
 
 
-async def test_with_roles_alone_in_one_namespace_everything_works_there() -> None:
+async def test_namespaced_roles_suffice_in_one_namespace() -> None:
     grants = granted("watchNamespaces={n}", "webhook.enabled=false")
     assert all(grant.namespace in ("n", NAMESPACE) for grant in grants)
     door = GuardedDoor(a_world(), grants)
@@ -195,7 +199,7 @@ NEEDED_TO_TELL = {(PLURAL, "get"), (f"{PLURAL}/status", "patch"), (PLURAL, "list
 
 
 def needed() -> list[Grant]:
-    """The rights on workloads that engines cannot be looked after without, and whose lack can be told."""
+    """Return the permissions on workloads that are required and whose absence can be reported."""
     if HELM is None:
         return []
     grants = granted("watchNamespaces={n}", "webhook.enabled=false")
@@ -211,7 +215,7 @@ def needed() -> list[Grant]:
 
 
 @pytest.mark.parametrize("lacked", needed(), ids=lambda grant: f"{grant.verb}-{grant.resource}")
-async def test_a_right_that_is_taken_away_is_named_in_the_conditions(lacked: Grant) -> None:
+async def test_removed_permission_is_named_in_conditions(lacked: Grant) -> None:
     door = GuardedDoor(
         a_world(parallelism=TWO_PODS), granted("watchNamespaces={n}", "webhook.enabled=false") - {lacked}
     )
@@ -225,12 +229,12 @@ async def test_a_right_that_is_taken_away_is_named_in_the_conditions(lacked: Gra
     door.cluster.write_status = write_status  # type: ignore[method-assign]
     await live(door)
     kind = f"{lacked.resource}.{lacked.group}" if lacked.group else lacked.resource
-    assert any(f"no right to {lacked.verb} {kind} in namespace n" in message for message in told), told
+    assert any(f"no permission to {lacked.verb} {kind} in namespace n" in message for message in told), told
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIONAL))
 @pytest.mark.parametrize("verb", ["list", "create", "patch"])
-async def test_engines_run_without_what_can_be_done_without(kind: str, verb: str) -> None:
+async def test_engines_run_without_optional_permissions(kind: str, verb: str) -> None:
     group, _, plural, _ = RESOURCES[kind]
     lacked = {grant for grant in granted() if (grant.group, grant.resource, grant.verb) == (group, plural, verb)}
     door = GuardedDoor(a_world(), granted() - lacked)

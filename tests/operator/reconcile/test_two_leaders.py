@@ -1,6 +1,6 @@
-"""Two operators that both believe to lead harm nobody: what they do is the same, and doing it twice is doing it once.
+"""Two operators that both believe to lead do no harm: their actions are equal and idempotent.
 
-The Lease keeps them apart (tests/operator/kube/test_leader_election.py). This is for the day when it does not.
+The Lease prevents this case (tests/operator/kube/test_leader_election.py); this is the second line of defence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from operator_builders import a_spec
 from operator_cluster import BROKEN, TICK_SECONDS, FakeCluster, a_loop, a_reconciler
 from trimtab_operator.errors import NotLeading
 from trimtab_operator.observed.actions import Apply, Patch
-from trimtab_operator.reconcile.reconciler import Loop, Reconciler
+from trimtab_operator.reconcile.reconciler import ReconcileLoop, Reconciler
 from trimtab_operator.resource.canonical_json import compact
 
 MINUTE_OF_TICKS = round(60 / TICK_SECONDS)
@@ -26,7 +26,7 @@ Event = Callable[[FakeCluster], None]
 
 
 class SharedCluster(FakeCluster):
-    """A cluster at which somebody else may have done meanwhile what is asked: it answers as an API server does."""
+    """Cluster in which another operator may have applied the action already; responds like an API server."""
 
     def __init__(self, **spec: Any) -> None:
         super().__init__(**spec)
@@ -84,30 +84,34 @@ EVENTS: dict[str, Event] = {
 }
 
 
-async def both(cluster: FakeCluster, first: tuple[Reconciler, Loop], second: tuple[Reconciler, Loop]) -> None:
-    """One tick of each, both of which see the same before either acts."""
-    looks = [await reconciler.eyes.look(loop.key, loop.state, loop.engines) for reconciler, loop in (first, second)]
+async def both(
+    cluster: FakeCluster, first: tuple[Reconciler, ReconcileLoop], second: tuple[Reconciler, ReconcileLoop]
+) -> None:
+    """Run one tick of each operator, from the same snapshot."""
+    looks = [
+        await reconciler.observer.observe(loop.key, loop.state, loop.engines) for reconciler, loop in (first, second)
+    ]
     for (reconciler, loop), seen in zip((first, second), looks, strict=True):
 
-        async def look(*_: object, seen: Any = seen, **__: object) -> Any:
+        async def observe(*_: object, seen: Any = seen, **__: object) -> Any:
             return seen
 
-        blind = replace(reconciler, eyes=_Looking(reconciler, look))  # type: ignore[arg-type]
+        blind = replace(reconciler, observer=_FixedObserver(reconciler, observe))  # type: ignore[arg-type]
         await blind.guarded_tick(loop)
 
 
-class _Looking:
-    """Eyes that have looked already."""
+class _FixedObserver:
+    """Observer with a fixed snapshot."""
 
-    def __init__(self, reconciler: Reconciler, look: Callable[..., Any]) -> None:
-        self._eyes, self.look = reconciler.eyes, look
+    def __init__(self, reconciler: Reconciler, observe: Callable[..., Any]) -> None:
+        self._observer, self.observe = reconciler.observer, observe
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._eyes, name)
+        return getattr(self._observer, name)
 
 
 async def a_minute(cluster: FakeCluster, leaders: int) -> None:
-    """So many operators run turns on one cluster."""
+    """Run ticks of several operators on one cluster."""
     pairs = [(a_reconciler(cluster), a_loop(cluster)) for _ in range(leaders)]
     for _ in range(2 * MINUTE_OF_TICKS):
         if leaders == 1:
@@ -136,9 +140,7 @@ def end_of(cluster: FakeCluster) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "gpusPerNode": 1}], ids=["one-pod", "two-pods"])
 @pytest.mark.parametrize("event", EVENTS, ids=str)
-async def test_two_leaders_end_where_one_does_with_no_more_pods_made_and_nothing_changed_to_and_fro(
-    event: str, layout: dict[str, Any]
-) -> None:
+async def test_two_leaders_converge_like_one(event: str, layout: dict[str, Any]) -> None:
     clusters = [a_settled_cluster(layout) for _ in range(2)]
     for cluster, leaders in zip(clusters, (1, 2), strict=True):
         EVENTS[event](cluster)
@@ -150,7 +152,7 @@ async def test_two_leaders_end_where_one_does_with_no_more_pods_made_and_nothing
         assert len(forms) <= len(alone.forms.get(child, forms)), f"{child} changes to and fro"
 
 
-async def test_two_leaders_at_rest_write_nothing() -> None:
+async def test_two_idle_leaders_write_nothing() -> None:
     cluster = a_settled_cluster({})
     await a_minute(cluster, 2)
     cluster.writes = 0
@@ -158,8 +160,8 @@ async def test_two_leaders_at_rest_write_nothing() -> None:
     assert cluster.writes == 0
 
 
-def test_a_leader_that_was_stopped_for_30_seconds_writes_nothing_before_it_leads_again() -> None:
-    """SIGSTOP at any moment: every step of a tick may be the last one before it."""
+def test_suspended_leader_writes_nothing() -> None:
+    """SIGSTOP at any moment: the process may be suspended after every step of a tick."""
 
     async def stopped(at: int) -> int:
         now = asyncio.get_running_loop().time
@@ -175,7 +177,7 @@ def test_a_leader_that_was_stopped_for_30_seconds_writes_nothing_before_it_leads
                 asyncio.get_running_loop().skipping.now += 30.0  # type: ignore[attr-defined]
             return now() < held_until
 
-        reconciler = replace(reconciler, hands=replace(reconciler.hands, is_leading=is_leading))
+        reconciler = replace(reconciler, executor=replace(reconciler.executor, is_leading=is_leading))
         with pytest.raises(NotLeading):
             await reconciler.tick(loop)
         return cluster.writes

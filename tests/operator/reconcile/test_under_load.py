@@ -1,6 +1,6 @@
-"""The operator under load: replicas come with it and go with it, by the law and in whole turns, in virtual time.
+"""Autoscaling under load in virtual time, with whole reconcile iterations and the real control law.
 
-Each replica is the tuner's twin of an engine on a CPU. Clients wait for their answers before they ask again.
+Each replica is a simulated CPU engine. Clients wait for the response before they send the next request.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PINNED = {
 
 
 def changes(counts: list[int]) -> list[int]:
-    """The counts without repetitions."""
+    """Return the counts without repetitions."""
     return [count for index, count in enumerate(counts) if index == 0 or counts[index - 1] != count]
 
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_replicas_follow_load(restarts: bool) -> None:
-    """With `restarts` a new operator, which knows what is written alone, takes over in the middle of each."""
+    """With `restarts`, a new operator continues from the persisted state in the middle of each phase."""
     cluster = LoadedCluster(engine=ENGINE, scaling=SCALING, tuning={"mode": "Auto", "bounds": PINNED})
     counts = list(cluster.counts(60))
     assert set(counts) == {1}
@@ -35,7 +35,7 @@ def test_replicas_follow_load(restarts: bool) -> None:
         cluster.restart_operator()
     up += cluster.counts(240)
     assert changes(up)[-1] > 1
-    assert changes(up) == sorted(changes(up))  # none goes while the load lasts
+    assert changes(up) == sorted(changes(up))  # no scale-in while the load lasts
     assert cluster.status["readyReplicas"] == up[-1]
     cluster.load(2, pause_seconds=20.0)
     down = list(cluster.counts(120))
@@ -48,4 +48,4 @@ def test_replicas_follow_load(restarts: bool) -> None:
     history = [entry for entry in cluster.status["tuning"]["history"] if entry["knob"] == "replicas"]
     assert history[-1]["reason"] == "TooFewReplicas"
     assert "TooManyReplicas" in [entry["reason"] for entry in history]
-    assert "replicas serve" in history[-1]["outcome"]
+    assert "replicas were ready" in history[-1]["outcome"]
