@@ -21,12 +21,11 @@ from trimtab_engine.models.adapter_fit import bytes_of_adapters
 from trimtab_engine.models.checkpoint import (
     KV_SCALE_SUFFIXES,
     check_tensors,
-    check_tower,
+    check_vision_encoder,
     expected_shapes,
     expected_tensors,
 )
-from trimtab_engine.models.family import Tower
-from trimtab_engine.models.held_bytes import bytes_to_hold
+from trimtab_engine.models.family import VisionEncoder
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.pooler import pooling_of
 from trimtab_engine.models.registry import (
@@ -35,12 +34,13 @@ from trimtab_engine.models.registry import (
     has_output_layer,
     kv_groups_of,
     open_model,
-    open_tower,
+    open_vision_encoder,
     parse_model_config,
     parse_vision_config,
-    tower_of,
+    vision_encoder_of,
 )
-from trimtab_engine.models.tower_share import TowerShare
+from trimtab_engine.models.vision_shard import VisionEncoderShard
+from trimtab_engine.models.weight_memory import weight_memory_bytes
 from trimtab_engine.parallel.groups import SINGLE_RANK, RankGroups
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
@@ -94,7 +94,7 @@ def load_model_runner(
     tensors = expected_tensors(model_config)
     shares = layout.tensor if config.mm_encoder_tp_mode == "weights" else 1
     if vision is not None and shares > 1:
-        TowerShare.of(vision, groups.tensor)  # raises before any weight is read
+        VisionEncoderShard.of(vision, groups.tensor)  # raises before any weight is read
     tower_bytes = _vision_encoder_bytes(vision, model_config, dtype) // shares if shard.is_first_stage else 0
     num_parameters = -(-num_elements(tensors.values()) // layout.ranks_per_engine)  # about: ranks are not quite equal
     adapters_bytes = 0
@@ -108,7 +108,7 @@ def load_model_runner(
         ),
         limit_bytes=device.limit_bytes,
         weights_bytes=(
-            bytes_to_hold(source, tensors, quantization, dtype, device.torch, config=model_config, shard=shard)
+            weight_memory_bytes(source, tensors, quantization, dtype, device.torch, config=model_config, shard=shard)
             + adapters_bytes
         )
         // layout.ranks_per_engine,
@@ -208,7 +208,7 @@ def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> V
         ModelError: If the configuration is invalid.
         NotSupportedError: If the encoder is not supported on this device.
     """
-    kind = tower_of(model)
+    kind = vision_encoder_of(model)
     if kind is None or not config.modalities or "vision_config" not in source.config:
         return None
     if config.device == "cuda" and kind.not_on_cuda:
@@ -222,24 +222,24 @@ def _vision(config: EngineConfig, source: WeightSource, model: ModelConfig) -> V
 
 def _vision_encoder_bytes(vision: VisionConfig | None, model: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a whole vision encoder."""
-    kind = tower_of(model)
+    kind = vision_encoder_of(model)
     return 0 if kind is None or vision is None else num_elements(kind.tensors(vision).values()) * dtype.itemsize
 
 
 def _load_vision_encoder(
     config: EngineConfig, model: ModelConfig, vision: VisionConfig | None, text: Loader, groups: RankGroups
-) -> Tower | None:
+) -> VisionEncoder | None:
     """Load the vision encoder, or this rank's share, in the dtype of the language model and never quantized."""
-    kind = tower_of(model)
+    kind = vision_encoder_of(model)
     if kind is None or vision is None:
         return None
-    source = open_tower(config.model, config.load_format, seed=config.seed)
+    source = open_vision_encoder(config.model, config.load_format, seed=config.seed)
     shapes = {name: tensor.shape for name, tensor in kind.tensors(vision).items()}
     if isinstance(source, DummySource):
         source.device = config.device
         source.expect(shapes)
     if not kind.renames_tensors:
-        check_tower(shapes, source)
+        check_vision_encoder(shapes, source)
     group = groups.tensor if config.mm_encoder_tp_mode == "weights" else None
     return kind.build(vision, Loader(source, text.dtype, text.device, lambda count: None), group)
 

@@ -130,7 +130,7 @@ def test_core_map_failure_rejects_patch_for_all(
             running = asyncio.create_task(cores.serve(requests()))
             for _ in range(3):
                 refused = await body_of(MORE, 422)
-                assert "data-parallel rank 1: the device has no memory" in refused["message"]
+                assert "data-parallel rank 1: not enough device memory" in refused["message"]
                 assert await body_of(GetConfig()) == before, "one generation, of all cores"
             assert await running == expected
             assert mapped((await body_of(GetMemory()))["data_parallel"]) == total

@@ -268,7 +268,7 @@ def test_all_ranks_have_as_many_blocks_as_the_tightest(models: dict[str, str], s
         ("dense", {"tensor_parallel_size": 3}, "num_attention_heads 4 cannot be divided by 3"),
         ("dense", {"pipeline_parallel_size": 4}, "--pipeline-parallel-size is 4, but the model has 3 layers"),
         ("dense", {"enable_expert_parallel": True, "tensor_parallel_size": 2}, "LlamaForCausalLM has none"),
-        ("dense", {"tensor_parallel_size": 2, "nnodes": 3}, "= 2 ranks cannot be divided evenly among so many nodes"),
+        ("dense", {"tensor_parallel_size": 2, "nnodes": 3}, "= 2 ranks cannot be divided evenly among that many nodes"),
         ("dense", {"tensor_parallel_size": 2, "node_rank": 1}, "--node-rank is 1; with --nnodes 1"),
     ],
 )
