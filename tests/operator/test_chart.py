@@ -270,7 +270,7 @@ def test_alerts_on_the_operator_name_metrics_that_it_has() -> None:
 
 
 def choices(*settings: str, options: Sequence[str] = ()) -> dict[str, Any]:
-    """What the operator is told by JSON, by the flag."""
+    """Return the JSON flags of the operator, by name."""
     container = one(render(*settings, options=options), "Deployment")["spec"]["template"]["spec"]["containers"][0]
     told = (argument.partition("=") for argument in container["args"] if argument.partition("=")[2].startswith("{"))
     return {flag: json.loads(value) for flag, _, value in told}

@@ -55,7 +55,7 @@ def works(
 
 
 def nearest_layouts(
-    asked: Parallelism, facts: ModelFacts, gpu: Gpu | None = None, envelope: Envelope | None = None
+    requested: Parallelism, facts: ModelFacts, gpu: Gpu | None = None, envelope: Envelope | None = None
 ) -> tuple[SuggestedLayout, ...]:
     """Return up to three valid layouts, the nearest first, by the distance of GPU count and degrees.
 
@@ -63,7 +63,7 @@ def nearest_layouts(
     but may be lowered for engines that share experts. The pod size is kept if the ranks fill the pods.
     """
     found: list[SuggestedLayout] = []
-    for candidate in sorted(_candidates(asked, facts), key=lambda p: _distance(asked, p)):
+    for candidate in sorted(_candidates(requested, facts), key=lambda p: _distance(requested, p)):
         offer = works(candidate, facts, gpu, envelope)
         if offer is not None:
             found.append(offer)
@@ -72,36 +72,36 @@ def nearest_layouts(
     return tuple(found)
 
 
-def _candidates(asked: Parallelism, facts: ModelFacts) -> Iterator[Parallelism]:
-    halves = {asked.data, asked.data // 2, asked.data // 4, 1} - {0} if facts.is_moe else {asked.data}
+def _candidates(requested: Parallelism, facts: ModelFacts) -> Iterator[Parallelism]:
+    halves = {requested.data, requested.data // 2, requested.data // 4, 1} - {0} if facts.is_moe else {requested.data}
     for tensor in range(1, min(MAX_TENSOR, facts.num_attention_heads) + 1):
         if facts.num_attention_heads % tensor:
             continue
         for pipeline in range(1, min(MAX_PIPELINE, facts.num_layers) + 1):
             for data in sorted(halves):
-                expert = asked.expert and facts.is_moe and tensor * data > 1
-                per_pod = _per_pod(asked, tensor, pipeline, data)
+                expert = requested.expert and facts.is_moe and tensor * data > 1
+                per_pod = _per_pod(requested, tensor, pipeline, data)
                 yield Parallelism(tensor=tensor, pipeline=pipeline, data=data, expert=expert, gpus_per_node=per_pod)
 
 
-def _per_pod(asked: Parallelism, tensor: int, pipeline: int, data: int) -> int | None:
+def _per_pod(requested: Parallelism, tensor: int, pipeline: int, data: int) -> int | None:
     """Return gpusPerNode of a candidate: the requested value if the pods are full, else the largest smaller value.
 
     If none was requested, no pod gets more GPUs than nodes usually have.
     """
-    most = asked.gpus_per_node
+    most = requested.gpus_per_node
     if most is None:
-        most = min(max(USUAL_GPUS_PER_NODE, asked.tensor * asked.pipeline), MAX_GPUS_PER_NODE)
+        most = min(max(USUAL_GPUS_PER_NODE, requested.tensor * requested.pipeline), MAX_GPUS_PER_NODE)
         if tensor * pipeline <= most:
             return None
     elif tensor * pipeline * data % most == 0 and (data == 1 or most % (tensor * pipeline) == 0):
         return most
-    return gpus_of_a_pod(tensor, pipeline, data, most=most) or asked.gpus_per_node
+    return gpus_of_a_pod(tensor, pipeline, data, most=most) or requested.gpus_per_node
 
 
-def _distance(asked: Parallelism, other: Parallelism) -> tuple[float, int, int]:
+def _distance(requested: Parallelism, other: Parallelism) -> tuple[float, int, int]:
     """Return the sort key: steps of doubling or halving of the GPU count and of each degree, then synchronisation."""
-    pairs = [(asked.tensor, other.tensor), (asked.pipeline, other.pipeline), (asked.data, other.data)]
+    pairs = [(requested.tensor, other.tensor), (requested.pipeline, other.pipeline), (requested.data, other.data)]
     degrees = [math.log2(theirs / ours) for ours, theirs in pairs]
     steps = abs(sum(degrees)) + sum(map(abs, degrees))
     return round(steps, 6), other.tensor * other.pipeline * other.data, other.pipeline

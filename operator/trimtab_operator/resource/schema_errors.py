@@ -40,9 +40,9 @@ def _meant(unknown: str, root: type[BaseModel]) -> str | None:
     """
     parent, _, name = unknown.rpartition(".")
     places = _places(root)
-    beside = [place.rpartition(".")[2] for place in places if place.rpartition(".")[0] == parent]
-    close = difflib.get_close_matches(_plain(name), [_plain(each) for each in beside], n=1, cutoff=0.7)
-    for each in beside:
+    siblings = [place.rpartition(".")[2] for place in places if place.rpartition(".")[0] == parent]
+    close = difflib.get_close_matches(_plain(name), [_plain(each) for each in siblings], n=1, cutoff=0.7)
+    for each in siblings:
         if close and _plain(each) == close[0]:
             return each
     meant = (_plain(name), _plain(name).removesuffix("parallelsize"))

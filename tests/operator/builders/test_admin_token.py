@@ -1,4 +1,4 @@
-"""The bearer tokens: as docs/reference/contract.md says."""
+"""Admin bearer tokens (docs/reference/contract.md)."""
 
 from __future__ import annotations
 

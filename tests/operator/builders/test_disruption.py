@@ -1,4 +1,4 @@
-"""Nodes are drained without taking more replicas at once than a rollout would."""
+"""PodDisruptionBudget: node drains evict at most as many replicas as a rollout."""
 
 from __future__ import annotations
 

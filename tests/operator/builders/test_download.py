@@ -1,4 +1,4 @@
-"""What pods have for a model that is downloaded."""
+"""Volumes, flags and environment of pods with a downloaded model."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_bucket_and_a_tag_are_pinned_as_a_branch_is(uri: str, pin: str | None,
 
 
 def variables(pod: dict[str, Any]) -> dict[str, Any]:
-    """Name to value, or to what the value is taken from."""
+    """Return the variables by name, with their value or valueFrom."""
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in pod["containers"][0]["env"]}
 
 

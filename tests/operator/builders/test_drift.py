@@ -1,4 +1,4 @@
-"""Drift: what differs from what we render, and nothing else."""
+"""Drift between rendered and live manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Job that reads a model: the engine's image and model, an engine's confinement, and none of its hunger."""
+"""The Job that reads a model: the engine's image, model and security context, without its resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads of engines, and what it alerts on."""
+"""PodMonitor and PrometheusRule of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every pod that comes from us is admitted where Pod Security enforces `restricted`, whatever a spec asks for."""
+"""Every pod of the operator passes Pod Security `restricted`, for any valid spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifests: equal specs give equal ones, tuned values never enter them, and nothing gains power over the node."""
+"""Manifests: deterministic, without tuned values, without privileges over the node."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_an_engine_that_is_to_stop_serves_on_until_nobody_is_sent_to_it() -> Non
 
 
 def test_a_worker_hears_of_its_end_no_sooner_than_the_leader() -> None:
-    """The first pod that is told ends the whole replica, and endpoints lead to its leader for as long as to any."""
+    """SIGTERM to any pod ends the replica, while endpoints still route to its leader."""
     leader = a_template()["spec"]
     (main,) = worker_pod_spec(leader)["containers"]
     assert main["lifecycle"] == leader["containers"][0]["lifecycle"]

@@ -1,4 +1,4 @@
-"""How long a start may take: by the model's bytes, unless its owner says; and no kubelet is more hurried than that."""
+"""Start timeout: from the spec or the model's size, and never longer than the startup probe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def a_start(gigabytes: float | None = None, **rollout: Any) -> InferenceDeployme
 
 
 def probe_of(deployment: InferenceDeployment) -> float:
-    """After how many seconds a kubelet gives a start up."""
+    """Return the seconds after which the startup probe fails."""
     (main,) = pod_spec(deployment, admin_token_sha256="0" * 64)["containers"]
     return float(main["startupProbe"]["failureThreshold"] * main["startupProbe"]["periodSeconds"])
 

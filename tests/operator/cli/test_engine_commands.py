@@ -1,4 +1,4 @@
-"""`trimtab serve`, `bench`, `autotune` and `inspect`: handed to `trimtab-engine` as they are."""
+"""Engine commands of `trimtab`, which run `trimtab-engine` unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ else:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `trimtab-engine` that says what it was told."""
+    """Return a fake `trimtab-engine` that prints its arguments."""
     program = tmp_path / "trimtab-engine"
     program.write_text(ENGINE.format(python=sys.executable))
     program.chmod(0o755)

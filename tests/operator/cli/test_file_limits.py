@@ -1,4 +1,4 @@
-"""The operator's process opens as many files as it may."""
+"""Limit of open files of the operator's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`validate` and `render`: a file is judged as the API server would get it, with a line for each fault."""
+"""`validate` and `render`: validation as in the API server, one line per error."""
 
 from __future__ import annotations
 

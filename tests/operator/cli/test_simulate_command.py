@@ -1,4 +1,4 @@
-"""`trimtab simulate` from outside: what it prints, where, and how it ends."""
+"""`trimtab simulate`: output, streams and exit codes."""
 
 from __future__ import annotations
 

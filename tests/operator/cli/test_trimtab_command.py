@@ -1,4 +1,4 @@
-"""`trimtab plan`: what it reads, what it prints, how it ends."""
+"""`trimtab plan`: inputs, output and exit codes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(*arguments: str, stdin: str | None = None) -> Result:
 
 @pytest.fixture(autouse=True)
 def no_width_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who starts the tests may have set one, as pytest-xdist's processes have."""
+    """Unset COLUMNS, which the environment of the tests may set, as pytest-xdist does."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 

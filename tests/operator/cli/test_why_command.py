@@ -1,4 +1,4 @@
-"""`trimtab why`: what it asks of a cluster, what it tells, how it ends where it cannot ask."""
+"""`trimtab why`: API requests, output and errors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Cluster:
         resource["status"] |= status
 
     def has(self, name: str, namespace: str, memory: TunerState | None, **status: Any) -> None:
-        """One resource, and what its tuner remembers."""
+        """Add a resource with its tuner state."""
         self.answers[RESOURCE.format(namespace, name)] = {
             "metadata": {"name": name, "namespace": namespace},
             "spec": {},

@@ -1,4 +1,4 @@
-"""Facts for the tests of this folder: published configurations, and random models of the kinds that the engine runs."""
+"""Facts for the layout tests: published configurations, and random models of supported kinds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def published(configs: dict[str, Config]) -> Callable[[str], ModelFacts]:
 
 @pytest.fixture(scope="session")
 def a_spec() -> Callable[..., Spec]:
-    """A spec of a layout. What the engine does not run on GPUs goes to the other runtime, so that numbers decide."""
+    """Return a spec of a layout. CPU-only models use the vllm runtime, so that only numbers matter."""
 
     def build(facts: ModelFacts | None = None, *, engine: dict[str, Any] | None = None, **parallelism: Any) -> Spec:
         kind = "trimtab" if facts is None or facts.is_run_on("cuda") else "vllm"

@@ -1,4 +1,4 @@
-"""Facts and specs of any size: the check answers in words, whatever they hold. It runs in the operator's event loop."""
+"""Facts and specs with extreme numbers: the check returns messages, because it runs in the operator's event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASpec = Callable[..., Spec]
 
 
 def absurd_facts(random: Random) -> ModelFacts:
-    """Numbers that no model has, within what the contract's types allow."""
+    """Return facts with unrealistic numbers within the types of the contract."""
 
     def number(least: int = 0) -> int:
         return max(least, random.choice([0, 1, 2, 3, 7, 64, 128, 4096, random.randint(0, 10**5), 10**9, 2**40]))

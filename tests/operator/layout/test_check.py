@@ -1,4 +1,4 @@
-"""Verdicts on the published models, worked out by hand, and what a refusal offers instead."""
+"""Validation of layouts of published models, computed manually, and the suggested layouts."""
 
 from __future__ import annotations
 

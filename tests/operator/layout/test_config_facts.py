@@ -1,4 +1,4 @@
-"""Facts from a config.json alone, against the engine's and against what the makers publish."""
+"""Facts from a config.json only, compared with the engine's and with published figures."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def test_maverick_has_experts_in_every_second_layer(published: Published) -> Non
 
 
 def test_native_architectures_equal_the_engine_registry() -> None:
-    from trimtab_engine.models.registry import BY_ARCHITECTURE, tower_named
+    from trimtab_engine.models.registry import BY_ARCHITECTURE, vision_encoder_for
 
     assert tuple(BY_ARCHITECTURE) == NATIVE_ARCHITECTURES
     assert not any(family.not_on_cuda for family in BY_ARCHITECTURE.values()), "GPUs run what is not by transformers"
-    towers = {name: tower_named(name) for name in BY_ARCHITECTURE}
+    towers = {name: vision_encoder_for(name) for name in BY_ARCHITECTURE}
     assert tuple(name for name, kind in towers.items() if kind and not kind.not_on_cuda) == GPU_VISION_ARCHITECTURES
 
 

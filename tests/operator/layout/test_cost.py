@@ -1,4 +1,4 @@
-"""The roofline of a step: against figures worked out by hand, and by properties."""
+"""Roofline of a step, compared with manual calculations and by properties."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_a_faster_gpu_or_network_never_slows_a_step(published: Published) -> Non
 
 def test_lockstep_engines_run_stages_sequentially(published: Published) -> None:
     """One step at a time (docs/concepts/parallelism.md): its two stages read and compute together what one stage
-    would."""
+    would.
+    """
     facts = published("Qwen3-235B-A22B")
     whole, stages = Parallelism(data=4), Parallelism(data=4, pipeline=2)
     one, two = (decode_step(facts, p, H200, batch=64, context=1024) for p in (whole, stages))

@@ -1,4 +1,4 @@
-"""Model facts as the engine prints them, read by the operator."""
+"""Parsing of the model facts that the engine prints."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_facts_count_vision_encoder_separately() -> None:
 
 
 def a_group(*layers: list[int], window: int | None = None, **sizes: int) -> dict[str, object]:
-    """What the engine says of a group of 8 heads of 64."""
+    """Return the engine's JSON of a KV group with 8 heads of size 64."""
     said = {"num_kv_heads": 8, "key_size": 64, "value_size": 64} | sizes
     return {"layers": list(layers), **said, "window": window}
 

@@ -1,4 +1,4 @@
-"""What a layout's ranks need of a GPU, by properties and against figures from running engines."""
+"""GPU memory of a layout's ranks, by properties and compared with running engines."""
 
 from __future__ import annotations
 

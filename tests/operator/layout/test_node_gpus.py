@@ -1,4 +1,4 @@
-"""What nodes say of their GPUs, and what follows for a layout."""
+"""GPUs of a cluster's nodes, and warnings for a layout."""
 
 from __future__ import annotations
 

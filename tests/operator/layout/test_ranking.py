@@ -1,4 +1,4 @@
-"""Which layout is first, and why: the advice of the guide, as the figures give it."""
+"""Order and reasons of ranked layouts, consistent with the guide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts that cannot work are refused by number: by the engine's own rules, which are the oracle here."""
+"""Divisibility rules of layouts, with the engine's rules as the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds, against what the engine's ranks read of a checkpoint."""
+"""Weights of a rank, compared with the bytes that the engine's ranks read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ RandomCase = Callable[[int], tuple[dict[str, Any], dict[str, Any]]]
 
 
 def a_group(size: int) -> RankGroup | None:
-    """What layers keep for later: nothing is sent while weights are read."""
+    """Stub of the communicator; reading weights does not communicate."""
     return cast(RankGroup, SimpleNamespace(index=0, size=size)) if size > 1 else None
 
 
 def elements_read(config: dict[str, Any], layout: Layout, folder: Path) -> list[int]:
-    """How many elements each rank of the engine reads, by building its shard of the model."""
+    """Return the number of elements that each rank reads, by building its shard of the model."""
     (folder / "config.json").write_text(json.dumps(config))
     model = parse_model_config(config, {}, "config.json")
     groups = RankGroups(tensor=a_group(layout.tensor), pipeline=a_group(layout.pipeline), data=a_group(layout.data))
@@ -102,7 +102,8 @@ def test_kv_projections_are_repeated_when_there_are_more_ranks_than_kv_heads(pub
 @pytest.mark.parametrize("name", ["GraniteForCausalLM", "Cohere2ForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"])
 def test_transformers_stage_matches_engine_first_rank(name: str, tensor: int, tmp_path: Path) -> None:
     """Two KV heads, one or half of one of which a rank has; a plan that divides projections and gathers them; weights
-    that are tied; experts, which are divided as an MLP is."""
+    that are tied; experts, which are divided as an MLP is.
+    """
     model_class = getattr(transformers, name)
     config = model_class.config_class(**SIZES | ARCHITECTURES[name])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name], "dtype": "float32"}))

@@ -1,4 +1,4 @@
-"""Weights in fp8: what a GPU holds of them, and which layouts would cut their blocks."""
+"""Weights in fp8: their GPU memory, and layouts that would split their blocks."""
 
 from __future__ import annotations
 

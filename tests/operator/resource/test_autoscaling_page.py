@@ -1,4 +1,4 @@
-"""What the page on autoscaling shows can be applied: its resources are accepted, its autoscalers find them."""
+"""Examples of the autoscaling page: resources are valid, and autoscalers select them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caps of the live knobs, where a resource gives no bound."""
+"""Caps of the live parameters without bounds in the resource."""
 
 from __future__ import annotations
 

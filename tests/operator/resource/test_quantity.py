@@ -1,4 +1,4 @@
-"""Quantities and durations as Kubernetes writes them."""
+"""Kubernetes quantities and durations."""
 
 from __future__ import annotations
 

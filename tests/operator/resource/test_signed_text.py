@@ -1,4 +1,4 @@
-"""What the operator keeps in ConfigMaps is believed only if it has signed it, and only as what it is."""
+"""Signed text in ConfigMaps, valid only with the same key and kind."""
 
 from __future__ import annotations
 

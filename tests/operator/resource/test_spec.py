@@ -1,4 +1,4 @@
-"""What is wrong with a spec is told in words that say what to write instead."""
+"""Errors of invalid specs, with their remedies."""
 
 from typing import Any
 
