@@ -398,7 +398,7 @@ def test_images_on_cuda_are_rejected_by_architecture(tmp_path: Path) -> None:
         a_fake_gpu(),
         pytest.raises(
             NotSupportedError,
-            match=r"not supported on CUDA for Llava.*: transformers' own code .*; serve its text only, with --l",
+            match=r"not supported on CUDA for Llava.*: transformers' own code .*; serve text only, with --l",
         ),
     ):
         start_engine(config, lambda stage, percent: None, lambda: 0.0)
