@@ -40,8 +40,8 @@ from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.checkpoint import read_processors
 from trimtab_engine.multimodal.decoding import Frames
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
-from trimtab_engine.multimodal.mirror import Sender
 from trimtab_engine.multimodal.reader import item_of
+from trimtab_engine.multimodal.sender_receiver_cache import Sender
 from trimtab_engine.multimodal.worker import processed
 from trimtab_engine.scheduling.sampling import Sampling
 
@@ -97,7 +97,8 @@ async def reset_processor_caches(session: aiohttp.ClientSession, server: LocalSe
 
 async def first_tokens(model: str, rounds: int) -> dict[str, float]:
     """Measure milliseconds by cache: medians over rounds, each with a new image. The text before the image is new each
-    time except for the last one, so that the KV cache does not contain it."""
+    time except for the last one, so that the KV cache does not contain it.
+    """
     tokens = str(LARGE_TOKENS**2)
     flags = ["--device", "cpu", "--load-format", "dummy", "--max-num-seqs", "4"]
     flags += ["--encoder-cache-size", tokens, "--max-num-encoder-input-tokens", tokens]  # room for one image
@@ -207,7 +208,8 @@ def make_image_request(name: str, number: int) -> AddRequest:
 @dataclass(frozen=True, slots=True)
 class WithImages:
     """Milliseconds of processor time. `itl_p99_ms` is that of the text streams; `ttft_ms`: a request with images, the
-    median of its steps' sum until its first token."""
+    median of its steps' sum until its first token.
+    """
 
     budget: str
     itl_p50_ms: float

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trimtab_engine.models.checkpoint import expected_shapes
-from trimtab_engine.models.qwen2_5_vl_facts import parse_vision, tower_tensors
+from trimtab_engine.models.qwen2_5_vl_vision import parse_vision, vision_encoder_tensors
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.families.registry import language_model_config
@@ -45,7 +45,8 @@ def write_vision_checkpoint(
     folder: Path, *, width: int, layers: int, vision_width: int, vision_layers: int, max_model_len: int, max_pixels: int
 ) -> str:
     """Write config.json, the tokenizer and the image processor's configuration. `max_pixels`: of an image, after
-    resizing. Returns the folder's path."""
+    resizing. Returns the folder's path.
+    """
     sixth = width // HEADS // 2 // 4
     config: dict[str, Any] = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -115,7 +116,7 @@ def write_weights(folder: Path) -> None:
     """Write random weights for the folder's config.json, the same each time."""
     words = json.loads((folder / "config.json").read_text())
     text = parse_model_config(words, {}, "config.json")
-    tower = tower_tensors(parse_vision(ConfigReader(language_model_config(words), {}, "config.json"), text))
+    tower = vision_encoder_tensors(parse_vision(ConfigReader(language_model_config(words), {}, "config.json"), text))
     shapes = expected_shapes(text) | {f"visual.{name}": tensor.shape for name, tensor in tower.items()}
     random = torch.Generator().manual_seed(0)
     tensors = {name: SPREAD * torch.randn(shape, generator=random) for name, shape in shapes.items()}

@@ -13,10 +13,10 @@ from crd_rules import cel_refusals, with_defaults
 from harness.claims import MOUNT
 from harness.deployment import sample
 from harness.vision_model import DELIMITER_TOKENS, FOLDER, NUM_TOKENS, build_script, message, png, spec_changes
-from trimtab_engine.models.checkpoint import check_tensors, check_tower
+from trimtab_engine.models.checkpoint import check_tensors, check_vision_encoder
 from trimtab_engine.models.facts import model_facts
-from trimtab_engine.models.qwen2_5_vl_facts import parse_vision, tower_tensors
-from trimtab_engine.models.registry import open_model, open_tower, parse_model_config
+from trimtab_engine.models.qwen2_5_vl_vision import parse_vision, vision_encoder_tensors
+from trimtab_engine.models.registry import open_model, open_vision_encoder, parse_model_config
 from trimtab_engine.multimodal.checkpoint import read_placeholders, read_processors
 from trimtab_engine.multimodal.placeholders import expand
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
@@ -46,7 +46,10 @@ def test_engine_reads_model_and_vision_encoder(folder: Path) -> None:
     config = parse_model_config(source.config, {}, "config.json")
     check_tensors(config, source)
     vision = parse_vision(ConfigReader(language_model_config(source.config), {}, "config.json"), config)
-    check_tower({name: tensor.shape for name, tensor in tower_tensors(vision).items()}, open_tower(str(folder)))
+    check_vision_encoder(
+        {name: tensor.shape for name, tensor in vision_encoder_tensors(vision).items()},
+        open_vision_encoder(str(folder)),
+    )
     facts = model_facts(str(folder))
     assert facts["supported"]
     assert facts["tower_bytes"] > 0

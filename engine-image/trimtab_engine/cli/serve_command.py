@@ -73,13 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _with_model(arguments: argparse.Namespace) -> tuple[argparse.Namespace, Fetched | None]:
     """Return the arguments with a local path as MODEL. During a download, the API port of the serving node answers
-    probes."""
+    probes.
+    """
     if not is_remote_model(arguments):
         return arguments, None
     from trimtab_engine.api.serving.download_server import serve_probes
-    from trimtab_engine.sources.known import say_errors_alone
+    from trimtab_engine.sources.lookup import silence_library_logs
 
-    say_errors_alone()
+    silence_library_logs()
     if arguments.node_rank or arguments.headless:
         return local_model(arguments)
     with serve_probes(arguments.host or any_address(), arguments.port) as (state, _):

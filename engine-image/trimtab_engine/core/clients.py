@@ -21,7 +21,7 @@ from trimtab_engine.messages.requests import (
     SequenceOutput,
     StepOutputs,
 )
-from trimtab_engine.multimodal.mirror import Receiver
+from trimtab_engine.multimodal.sender_receiver_cache import Receiver
 
 LINGER_MILLISECONDS = 2000  # for the last message to leave before the process ends
 

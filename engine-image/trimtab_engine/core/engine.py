@@ -54,7 +54,7 @@ from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.weights import Weights
 from trimtab_engine.sampling.failures import Failure
-from trimtab_engine.sampling.pooling import add_up, finished, is_number
+from trimtab_engine.sampling.pooling import add_up, finished, is_finite
 from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.request import Grammar, Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
@@ -328,7 +328,7 @@ class Engine:
             return {}
         failed: dict[Request, Failure] = {}
         for tokens, row in zip(step.pooling, result.pooled, strict=True):
-            if is_number(row):
+            if is_finite(row):
                 add_up(tokens, row)
             else:
                 failed[tokens[0]] = Failure.NAN

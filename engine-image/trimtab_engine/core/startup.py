@@ -30,7 +30,7 @@ from trimtab_engine.memory.encoder import EncoderLimits
 from trimtab_engine.memory.plan import PlanBase
 from trimtab_engine.memory.sizing import KVSize, longest_that_fits, memory_warning, out_of_memory, size_kv_cache
 from trimtab_engine.messages.lifecycle import CoreReady
-from trimtab_engine.models.registry import kv_groups_of, tower_of
+from trimtab_engine.models.registry import kv_groups_of, vision_encoder_of
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.start import GRAPHS_STAGE
@@ -331,7 +331,7 @@ def _ready(
 
 def _modalities(config: EngineConfig, runner: ModelRunner) -> list[Modality]:
     """Return the supported modalities besides text, limited by the configuration."""
-    kind = tower_of(runner.facts.whole)
+    kind = vision_encoder_of(runner.facts.whole)
     if kind is None or runner.facts.vision is None:
         return []
     return [modality for modality in config.modalities if modality in kind.modalities]

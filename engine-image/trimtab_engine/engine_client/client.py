@@ -63,7 +63,7 @@ from trimtab_engine.messages.requests import (
     StepOutputs,
     StepStats,
 )
-from trimtab_engine.multimodal.mirror import Sender
+from trimtab_engine.multimodal.sender_receiver_cache import Sender
 
 MAX_MESSAGES_PER_READ = 64  # of a core, before the loop does something else
 SILENCE_CHECK_SECONDS = 1.0  # interval of liveness checks while waiting for an admin call

@@ -18,7 +18,7 @@ from trimtab_engine.flags.pooling import add_pooling_flags, pooling_fields
 from trimtab_engine.flags.sources import add_source_flags
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
 from trimtab_engine.flags.unsupported import add_unsupported_flags
-from trimtab_engine.models.registry import longest_request, open_model, sees_images, sees_on_cuda
+from trimtab_engine.models.registry import longest_request, open_model, takes_images, takes_images_on_cuda
 from trimtab_engine.sources.name import SCHEMES
 from trimtab_engine.weights.open import not_loaded_from
 
@@ -208,7 +208,7 @@ def engine_config(
     utilization, speculation = arguments.gpu_memory_utilization, speculative_fields(arguments)
     speculative = speculation["speculative"]
     is_with_text = speculative is not None and speculative.reads_hidden_states
-    sees_built = not is_with_text and (kind == "cpu" or sees_on_cuda(model))
+    sees_built = not is_with_text and (kind == "cpu" or takes_images_on_cuda(model))
     return EngineConfig(
         model=model,
         tokenizer=arguments.tokenizer,
@@ -239,7 +239,7 @@ def engine_config(
         **eplb_fields(arguments),
         adapters=adapter_config(arguments),
         **graph_fields(arguments),
-        **media_fields(arguments, sees_images=sees_images(model), is_built=sees_built),
+        **media_fields(arguments, takes_images=takes_images(model), is_built=sees_built),
         profiler_dir=arguments.profiler_dir,
     )
 
@@ -293,7 +293,8 @@ def named_model(arguments: argparse.Namespace) -> str:
 
 def _device(requested: str) -> tuple[str, int]:
     """Return "cpu" or "cuda", and the first GPU's memory in bytes. Uses NVML, because this process must not import
-    torch."""
+    torch.
+    """
     gpu_bytes = 0 if requested == "cpu" else _first_gpu_bytes()
     if requested == "cuda" and not gpu_bytes:
         raise ConfigError("--device: no NVIDIA GPU is visible (cuda); use --device cpu")

@@ -68,7 +68,7 @@ def add_media_source_flags(group: Any) -> None:
     )
 
 
-def media_fields(arguments: argparse.Namespace, *, sees_images: bool | None, is_built: bool) -> dict[str, Any]:
+def media_fields(arguments: argparse.Namespace, *, takes_images: bool | None, is_built: bool) -> dict[str, Any]:
     """Return EngineConfig's media fields.
 
     Serves only the language model if vision is not supported (on this device or with this drafting method) and no limit
@@ -78,9 +78,9 @@ def media_fields(arguments: argparse.Namespace, *, sees_images: bool | None, is_
         ConfigError: A limit is set for a text-only model.
     """
     text = arguments.limit_mm_per_prompt
-    default = dict(UNLIMITED) if sees_images and is_built else {}
+    default = dict(UNLIMITED) if takes_images and is_built else {}
     limits = default if text is None else parse_modality_limits(text)
-    if any(limits.values()) and sees_images is False:
+    if any(limits.values()) and takes_images is False:
         raise ConfigError(f"--limit-mm-per-prompt {text}: this model only accepts text; remove it")
     cache_gb = arguments.mm_processor_cache_gb
     return {

@@ -147,7 +147,7 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _SlotLayout:
     """Memory layout of one slot's factors of all parts: like Factors, with the highest rank."""
 
     down: torch.Tensor
@@ -167,7 +167,7 @@ class AdaptedLinear:
         self._num_rows = num_rows
         self.native: PackedMatrix | None = base.native
         """The weight packed for the compiled operators, for steps without adapters."""
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, _SlotLayout] = {}
         self._factors: dict[int, Factors] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -190,12 +190,12 @@ class AdaptedLinear:
         """Numbers of the factors of each slot that a step multiplies with."""
         return {slot: own.down.numel() + own.up.numel() for slot, own in self._factors.items()}
 
-    def make_room(self, slot: int, rank: int, like: torch.Tensor) -> None:
+    def reserve_slot(self, slot: int, rank: int, like: torch.Tensor) -> None:
         """Reserve memory for an adapter of at most this rank in each part. Its initial contribution is zero."""
         together = rank * len(self.parts)
         down = torch.zeros(together, self.base.in_features, dtype=like.dtype, device=like.device)
         up = torch.zeros(self.base.out_features, together, dtype=like.dtype, device=like.device)
-        self._rooms[slot] = _Room(down, up)
+        self._rooms[slot] = _SlotLayout(down, up)
         self._factors[slot] = Factors(down, up)
 
     def fill(self, slot: int, factors: Mapping[str, Factors]) -> None:
@@ -235,13 +235,13 @@ class StackedAdaptedLinear(AdaptedLinear):
         add_lora(y, x, self._down, self._up, slots)
         return self.base.finish(y)
 
-    def make_rooms(self, num_slots: int, rank: int, like: torch.Tensor) -> None:
+    def reserve_slots(self, num_slots: int, rank: int, like: torch.Tensor) -> None:
         """Reserve memory for this number of adapters of at most this rank in each part."""
         together = cdiv(rank * len(self.parts), RANK_STEP) * RANK_STEP
         sizes = (num_slots, together, self.base.in_features), (num_slots, self.base.out_features, together)
         self._down, self._up = (torch.zeros(size, dtype=like.dtype, device=like.device) for size in sizes)
         for slot, (down, up) in enumerate(zip(self._down, self._up, strict=True)):
-            self._rooms[slot], self._factors[slot] = _Room(down, up), Factors(down, up)
+            self._rooms[slot], self._factors[slot] = _SlotLayout(down, up), Factors(down, up)
 
     def fill(self, slot: int, factors: Mapping[str, Factors]) -> None:
         """See AdaptedLinear. Kernels read whole slots, so the previous contents are cleared."""

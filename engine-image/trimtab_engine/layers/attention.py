@@ -22,7 +22,7 @@ from trimtab_kernels.paged_attention import AttentionMetadata, paged_attention
 from trimtab_kernels.rope_and_cache import Norms, rope_and_cache
 
 from trimtab_engine.layers.quantized import Projection
-from trimtab_engine.layers.rotary import Turn
+from trimtab_engine.layers.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Attention:
     def __call__(
         self,
         x: torch.Tensor,
-        turn: Turn,
+        turn: Rotation,
         keys: torch.Tensor,
         values: torch.Tensor,
         metadata: AttentionMetadata,
@@ -68,7 +68,7 @@ class Attention:
     def between_products(
         self,
         qkv: torch.Tensor,
-        turn: Turn,
+        turn: Rotation,
         keys: torch.Tensor,
         values: torch.Tensor,
         metadata: AttentionMetadata,

@@ -18,7 +18,7 @@ from trimtab_kernels.paged_attention import AttentionMetadata
 from trimtab_kernels.rms_norm import rms_norm
 
 from trimtab_engine.layers.quantized import Projection
-from trimtab_engine.layers.rotary import Turn
+from trimtab_engine.layers.rotary import Rotation
 
 
 class LatentQuery:
@@ -63,7 +63,7 @@ class LatentAttention:
     def __call__(
         self,
         x: torch.Tensor,
-        turn: Turn,
+        turn: Rotation,
         keys: torch.Tensor,
         values: torch.Tensor,
         metadata: AttentionMetadata,

@@ -10,7 +10,7 @@ from trimtab_modelspec.config import RopeConfig, Temperature
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Rotation:
     """Effect of positions on a layer's heads: rotation [num_tokens, head_size // 2] complex rotates queries and keys;
     query_factors [num_tokens] float32 scale queries, if present.
     """
@@ -41,14 +41,14 @@ class RotaryAngles:
         return torch.complex(angles.cos() * self._factor, angles.sin() * self._factor)
 
 
-def no_turn(positions: torch.Tensor, head_size: int, temperature: Temperature | None) -> Turn:
+def identity_rotation(positions: torch.Tensor, head_size: int, temperature: Temperature | None) -> Rotation:
     """Return the rotation for NoPE layers: the identity, with temperature-scaled queries."""
     ones = torch.ones(positions.shape[0], head_size // 2, device=positions.device)
     rotation = torch.complex(ones, torch.zeros_like(ones))
     if temperature is None:
-        return Turn(rotation)
+        return Rotation(rotation)
     steps = torch.floor((positions.float() + 1.0) / temperature.floor)
-    return Turn(rotation, torch.log1p(steps) * temperature.scale + 1.0)
+    return Rotation(rotation, torch.log1p(steps) * temperature.scale + 1.0)
 
 
 def scaled_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _yarn(rope: RopeConfig, head_size: int) -> torch.Tensor:
     `factor`, interpolated between.
     """
     wavelengths = rope.theta ** (torch.arange(0, head_size, 2).float() / head_size)
-    low, high = (_frequency_that_turns(times, rope, head_size) for times in (rope.beta_fast, rope.beta_slow))
+    low, high = (_frequency_index(times, rope, head_size) for times in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
@@ -93,7 +93,7 @@ def _yarn(rope: RopeConfig, head_size: int) -> torch.Tensor:
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
-def _frequency_that_turns(times: float, rope: RopeConfig, head_size: int) -> float:
+def _frequency_index(times: float, rope: RopeConfig, head_size: int) -> float:
     """Return the index of the frequency with this number of turns within the original context."""
     context = rope.original_max_position_embeddings
     return (head_size * math.log(context / (times * 2 * math.pi))) / (2 * math.log(rope.theta))

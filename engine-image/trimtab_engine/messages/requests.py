@@ -33,7 +33,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Index of the requesting API server in the core's list of clients; outputs are sent there."""
     spans: tuple[Span, ...] = ()
     """Images and videos in the prompt, in its order; the prompt's ids are placeholders there. On its way the prompt has
-    one placeholder for each, and items that the core has lack their patches (multimodal/mirror.py)."""
+    one placeholder for each, and items that the core has lack their patches (multimodal/sender_receiver_cache.py)."""
     pooling: Pooling | None = None
     """Pooling parameters; `sampling` is then ignored. None if tokens are generated."""
     adapter: str = ""

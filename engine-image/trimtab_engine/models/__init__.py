@@ -1,1 +1,1 @@
-"""Models: a file for each family, the registry that names them, and what they share."""
+"""Models: one file per family, the registry of families, and shared code."""

@@ -1,5 +1,6 @@
-"""Whether an adapter fits a model: names, shapes and ranks, and about what adapters take, before any of their weights
-is read. Knows no tensor."""
+"""Validation that an adapter fits a model (names, shapes, ranks), and the memory estimate for adapters. Runs before
+adapter weights are read; needs no torch.
+"""
 
 from pathlib import Path
 
@@ -18,19 +19,20 @@ NOT_ADAPTED: dict[Part, str] = {
 
 def check_fit(name: str, adapter: PeftAdapter, tensors: Tensors, max_rank: int) -> None:
     """Raise ConfigError unless each of its modules is one of the model's that may have an adapter, of its shape, and of
-    no higher rank than there is room for. `tensors`: all of the model's."""
+    no higher rank than there is room for. `tensors`: all of the model's.
+    """
     where = f"adapter {name} ({adapter.where})"
     for target in adapter.target_modules:
         if not any(_names(target, tensor) for tensor in tensors):
             raise ModelError(
-                f"{where}: target_modules has {target}, which is no module of this model; serve it beside the model "
+                f"{where}: target_modules has {target}, which is not a module of this model; serve it with the model "
                 f"that it was trained for"
             )
     for module, shape in adapter.modules.items():
         tensor = tensors.get(module + ".weight")
         if tensor is None:
             raise ModelError(
-                f"{where}: it adapts {module}, which this model does not have; serve it beside the model that it was "
+                f"{where}: it adapts {module}, which this model does not have; serve it with the model that it was "
                 f"trained for"
             )
         if tensor.part in NOT_ADAPTED:
@@ -42,7 +44,7 @@ def check_fit(name: str, adapter: PeftAdapter, tensors: Tensors, max_rank: int) 
         if tensor.shape != (shape.out_features, shape.in_features):
             raise ModelError(
                 f"{where}: its {module} is [{shape.out_features}, {shape.in_features}], the model's is "
-                f"{list(tensor.shape)}; serve it beside the model that it was trained for"
+                f"{list(tensor.shape)}; serve it with the model that it was trained for"
             )
     if adapter.max_rank > max_rank:
         raise ConfigError(
@@ -54,11 +56,12 @@ def check_fit(name: str, adapter: PeftAdapter, tensors: Tensors, max_rank: int) 
 def bytes_of_adapters(
     config: AdapterConfig, tensors: Tensors, item_bytes: int, *, are_of_one_rank: bool = False
 ) -> int:
-    """About what they take of all ranks together: the files that are named, each as much as the largest where they are
-    held `are_of_one_rank`; or, where clients load others, room for as many as there may be."""
+    """Return the approximate memory of all ranks for adapters: the named files, each counted like the largest where its
+    tensors pass `are_of_one_rank`; if clients can load more, room for the maximum number.
+    """
     if not config.is_updatable:
         files = [Path(module.folder) / TENSORS_FILE for module in config.modules]
-        sizes = [file.stat().st_size for file in files if file.exists()]  # one that is not there is said by name
+        sizes = [file.stat().st_size for file in files if file.exists()]  # reports missing modules by name
         return len(sizes) * max(sizes, default=0) if are_of_one_rank else sum(sizes)
     sides = sum(
         sum(tensor.shape)
@@ -69,6 +72,6 @@ def bytes_of_adapters(
 
 
 def _names(target: str, tensor: str) -> bool:
-    """Whether a target's name, or end of a name, is that of the module that the tensor is the weight of."""
+    """Return True if a target's name (or name suffix) is the module of the weight tensor."""
     module = tensor.removesuffix(".weight")
     return module == target or module.endswith("." + target.removeprefix("model.language_model."))

@@ -1,4 +1,6 @@
-"""What a checkpoint must hold: names and shapes by the configuration, checked before any weight is read."""
+"""Expected tensors of a checkpoint: names and shapes derived from the configuration, checked before any weight is
+read.
+"""
 
 from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.quantization import BLOCK, SCALE_SUFFIX, stored_quantization
@@ -9,11 +11,11 @@ from trimtab_engine.models.registry import family_of
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.source import WeightSource
 
-IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store what the configuration says
+IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints store values that the configuration gives
 KV_SCALE_SUFFIXES = (".k_scale", ".v_scale", "k_proj.output_scale", "v_proj.output_scale")
-"""Of keys and values in a float8 KV cache."""
+"""Scales of keys and values in a float8 KV cache."""
 OTHER_SCALES = (".q_scale", ".q_proj.output_scale", ".prob_scale", ".k_zero_point", ".v_zero_point")
-"""Of what attention here does not round."""
+"""Scales of attention inputs that are not quantised here."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -84,13 +86,13 @@ def check_tensors(config: ModelConfig, source: WeightSource) -> None:
 
 
 def _is_idle_bias(source: WeightSource, name: str) -> bool:
-    """Whether it is a bias of zeros, which GPTQ's tools put beside every weight that they quantise."""
+    """Return True if the tensor is an all-zero bias, which GPTQ's tools add to every quantised weight."""
     if not isinstance(source, FourBitsSource) or not name.endswith(".bias"):
         return False
     return source.is_in_words(f"{name.removesuffix('.bias')}.weight") and not source.tensor(name).any()
 
 
-def check_tower(expected: Shapes, source: WeightSource) -> None:
+def check_vision_encoder(expected: Shapes, source: WeightSource) -> None:
     """Raise ModelError unless the towers of a checkpoint are the tensors that are expected."""
     found = source.shapes()
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
@@ -105,7 +107,7 @@ def check_tower(expected: Shapes, source: WeightSource) -> None:
 
 
 def check_head(expected: Shapes, source: WeightSource) -> None:
-    """Raise ModelError unless the tensors of a head that drafts are those that are expected."""
+    """Raise ModelError unless a draft head's tensors are the expected ones."""
     found = source.shapes()
     scales = _scale_shapes(expected) if stored_quantization(source.config, source.where) else {}
     missing = sorted(expected.keys() - found.keys())

@@ -1,5 +1,6 @@
-"""A model's layers by the compiled operators (trimtab_kernels.native): all of them in one call where a rank is alone
-with dense layers, by halves where ranks sum between them or experts take the MLP's place."""
+"""A model's layers by the compiled operators (trimtab_kernels.native): all layers in one call on a single rank with
+dense layers, or half a layer per call if ranks sum between halves or the MLP is an MoE.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,7 +19,7 @@ PROFILED_AS = "trimtab::decoder_layers"
 
 
 class Layer(Protocol):
-    """What is asked of a model's layer."""
+    """Interface that a model's layer must provide."""
 
     is_moe: bool
 
@@ -79,7 +80,7 @@ def is_library_missing() -> bool:
 
 
 def why_not(dtype: torch.dtype, shape: DecoderShape) -> str:
-    """Why compile_layers gave None on the CPU, for the log."""
+    """Return the reason why compile_layers returned None on the CPU, for the log."""
     library = native_library()
     if isinstance(library, NativeUnavailable):
         return library.reason

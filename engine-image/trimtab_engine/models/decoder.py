@@ -1,12 +1,12 @@
-"""The decoder that most families are: embeddings, layers of attention and MLP or mixture, a norm, the output layer.
-What a family has beyond the others (biases, norms of q and k, experts) the configuration says.
+"""Decoder shared by most families: embeddings, layers of attention and MLP or MoE, a norm, the output layer. The
+configuration selects the differences between families (biases, norms of q and k, experts).
 
-One step: token ids and positions of all scheduled tokens in, their hidden states out; logits only for the rows that
-are asked for. q, k, v are one product, gate and up another. The MLP runs in slices of rows, so that its wide
+A step takes token ids and positions of all scheduled tokens and returns their hidden states; logits are computed for
+the requested rows only. q, k, v are one matmul, gate and up another. The MLP runs in slices of rows, so that its wide
 intermediate stays in the cache and the activations' peak does not depend on it.
 
-A rank computes its shard: some layers, and of each some heads and some columns of the MLP; the groups sum what was
-split, twice per layer, and pass hidden states from stage to stage.
+A rank computes its shard: some layers, and of each some heads and some columns of the MLP; the groups sum the
+partial results, twice per layer, and pass hidden states from stage to stage.
 """
 
 import logging
@@ -35,7 +35,7 @@ from trimtab_engine.layers.latent_attention import LatentAttention
 from trimtab_engine.layers.linear import MAX_ROWS, Linear, pads_rows
 from trimtab_engine.layers.moe import Experts, MixtureOfExperts, StackedExperts
 from trimtab_engine.layers.quantized import stacked
-from trimtab_engine.layers.rotary import RotaryAngles, Turn, no_turn
+from trimtab_engine.layers.rotary import RotaryAngles, Rotation, identity_rotation
 from trimtab_engine.layers.vocabulary import LmHead, Placed, VocabularyEmbedding
 from trimtab_engine.models.compiled_layers import compile_layers, is_library_missing, why_not
 from trimtab_engine.models.loading import Loader
@@ -83,14 +83,12 @@ def load_attention(config: ModelConfig, prefix: str, shard: ModelShard, groups: 
     )
 
 
-def load_mixture(
-    config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader
-) -> MixtureOfExperts:
+def load_moe(config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader) -> MixtureOfExperts:
     """The experts, or slices of them, that this rank holds."""
     moe = config.moe
     assert moe is not None
     if moe.is_stacked:
-        return _load_stacked_mixture(config, prefix, shard, groups, load)
+        return _load_stacked_moe(config, prefix, shard, groups, load)
     slots, held = expert_places(moe, shard, load.device)
     return MixtureOfExperts(
         load.router(prefix + "gate.weight", moe.num_experts),
@@ -106,7 +104,9 @@ def load_mixture(
 
 
 def _load_experts(prefix: str, shard: ModelShard, load: Loader, *, can_move: bool) -> Experts:
-    """Each by itself where weights are multiplied in blocks; those that move among ranks are restored."""
+    """Return each weight by itself where weights are multiplied in blocks; experts that move among ranks are
+    dequantised.
+    """
     wide = shard.expert_mlp
     if load.is_packed and not can_move:
         return [load_part_of_sum(f"{prefix}{expert}.", wide, load) for expert in shard.experts]
@@ -120,7 +120,7 @@ def _load_experts(prefix: str, shard: ModelShard, load: Loader, *, can_move: boo
 
 
 def load_sigmoid(moe: MoeConfig, prefix: str, load: Loader) -> SigmoidRouting | None:
-    """How experts are chosen by sigmoids; None where they are chosen by a softmax."""
+    """Router parameters for sigmoid scoring; None if experts are chosen by softmax."""
     how = moe.sigmoid
     if how is None:
         return None
@@ -134,11 +134,11 @@ def load_sigmoid(moe: MoeConfig, prefix: str, load: Loader) -> SigmoidRouting | 
 
 
 def load_part_of_sum(prefix: str, wide: Span, load: Loader) -> GatedMlp:
-    """These columns of one expert's MLP, or of what every token passes beside them, whose sum the mixture makes."""
+    """Return these columns of one expert's MLP, or of the shared experts, whose outputs the MoE layer sums."""
     return GatedMlp(load.gated(prefix, "gate_proj", "up_proj", wide), load.part_of_sum(prefix + "down_proj", wide))
 
 
-def _load_stacked_mixture(
+def _load_stacked_moe(
     config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader
 ) -> MixtureOfExperts:
     """The same from one tensor per projection, which holds every expert's transposed, gate and up in turn."""
@@ -174,8 +174,9 @@ def _load_stacked_mixture(
 def _load_clamped_expert(
     prefix: str, expert: int, wide: Span, load: Loader
 ) -> tuple[tuple[torch.Tensor | QuantisedBlocks, torch.Tensor], tuple[torch.Tensor | QuantisedBlocks, torch.Tensor]]:
-    """(weight, bias) of gate and up, gate's rows first, and of what is behind them. The bias behind the sum is that of
-    the rank with the first slice of an expert."""
+    """Return (weight, bias) of gate and up, gate's rows first, and of down. Only the rank with the first slice of an
+    expert has down's bias.
+    """
     in_halves = partial(_gate_before_up, wide=wide)
     gate_up = load.stacked_expert(prefix + "gate_up_proj", expert)
     down = load.stacked_expert(prefix + "down_proj", expert, columns=wide)
@@ -190,7 +191,7 @@ def _load_clamped_expert(
 
 
 def _gate_before_up(rows: torch.Tensor, wide: Span) -> torch.Tensor:
-    """Of rows of gate and up in turn those of this slice."""
+    """Return this slice's rows of interleaved gate and up."""
     first, last = wide
     return torch.cat([rows[2 * first : 2 * last : 2], rows[2 * first + 1 : 2 * last : 2]])
 
@@ -198,7 +199,7 @@ def _gate_before_up(rows: torch.Tensor, wide: Span) -> torch.Tensor:
 def expert_places(
     moe: MoeConfig, shard: ModelShard, device: torch.device
 ) -> tuple[ExpertSlots | None, torch.Tensor | None]:
-    """(slots, where experts may move; else the map of those that are held, where others hold some)."""
+    """Return (slots if experts can move, otherwise the map of local experts if other ranks hold some)."""
     slots = None
     if shard.expert_placement is not None:
         slots = ExpertSlots(
@@ -213,8 +214,8 @@ def expert_places(
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedProducts:
-    """The products of a layer, each of which takes what stands beside it along."""
+class FusedProjections:
+    """Matmuls of a layer, each fused with the operations before and after it."""
 
     attention: Attention
     qkv: Linear
@@ -224,7 +225,7 @@ class JoinedProducts:
 
 
 class DecoderLayer:
-    """One decoder layer: attention, then an MLP or a mixture, each behind a norm and beside a residual."""
+    """Decoder layer: attention, then an MLP or MoE, each with a pre-norm and a residual connection."""
 
     def __init__(
         self, config: ModelConfig, layer: int, place: KVLayerIndex, shard: ModelShard, groups: RankGroups, load: Loader
@@ -232,29 +233,30 @@ class DecoderLayer:
         prefix = f"model.layers.{layer}."
         self._place = place
         self._eps = config.rms_norm_eps
-        self._turn = turn_of(config, layer)
+        self._turn = rotation_index(config, layer)
         self._adapter_rows = load.adapter_rows
         self._input_norm = self.load_input_norm(config, layer, load)
         self.attention = self.load_attention(config, layer, shard, groups, load)
         self._mlp_norm = load_norm(config, prefix + "post_attention_layernorm.weight", load)
         self.is_moe = config.is_moe_layer(layer)
         self.feed_forward = self.load_feed_forward(config, layer, shard, groups, load)
-        self._skinny_gemm = self._joined_products()
+        self._skinny_gemm = self._fused_projections()
 
-    def _joined_products(self) -> JoinedProducts | None:
-        """What steps of few rows take, while none of them has an adapter; None where a product is quantised, or its
-        ranks' results are summed, or more stands between products than they know."""
+    def _fused_projections(self) -> FusedProjections | None:
+        """Projections for skinny steps without adapters; None if a weight is quantised, results are summed over ranks,
+        or the layer has operations that the fused kernels do not implement.
+        """
         attention, mlp = self.attention, self.feed_forward
         if type(self) is not DecoderLayer or type(attention) is not Attention or type(mlp) is not GatedMlp:
             return None
         adapted = [attention.qkv, attention.output, mlp.gate_up, mlp.down]
         products = [product.base if isinstance(product, AdaptedLinear) else product for product in adapted]
         linear = [product for product in products if isinstance(product, Linear) and product.joins_few_rows]
-        return JoinedProducts(attention, *linear) if len(linear) == len(products) else None
+        return FusedProjections(attention, *linear) if len(linear) == len(products) else None
 
     @staticmethod
     def load_input_norm(config: ModelConfig, layer: int, load: Loader) -> torch.Tensor | None:
-        """What the first half's input is normalised with; None: it is not."""
+        """Norm of the attention input; None if the input is not normalised."""
         return load_norm(config, f"model.layers.{layer}.input_layernorm.weight", load)
 
     @staticmethod
@@ -269,19 +271,21 @@ class DecoderLayer:
         config: ModelConfig, layer: int, shard: ModelShard, groups: RankGroups, load: Loader
     ) -> GatedMlp | MixtureOfExperts:
         """The second half, likewise."""
-        make = load_mixture if config.is_moe_layer(layer) else load_mlp
+        make = load_moe if config.is_moe_layer(layer) else load_mlp
         return make(config, f"model.layers.{layer}.mlp.", shard, groups, load)
 
     def __call__(
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
-        turns: Sequence[Turn],
+        turns: Sequence[Rotation],
         kv_cache: KVTensors,
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor | None:
-        """hidden [num_tokens, hidden_size], changed in place. `delta`: what the layer before has still to add to it, so
-        that the sum and the norm are one pass over memory; returned is what this one has. None: it has been added."""
+        """Compute hidden [num_tokens, hidden_size] in place. `delta`: the previous layer's output that is not yet added
+        to hidden, so that the addition and the norm are one pass over memory (None if already added). Returns this
+        layer's delta.
+        """
         joins = self._skinny_gemm is not None and not self._adapter_rows.has_any
         if joins and self._input_norm is not None and hidden.shape[0] <= MAX_FEW_ROWS:
             assert self._skinny_gemm is not None
@@ -298,14 +302,14 @@ class DecoderLayer:
 
     def _compute_few_rows(
         self,
-        joined: JoinedProducts,
+        joined: FusedProjections,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
-        turns: Sequence[Turn],
+        turns: Sequence[Rotation],
         kv_cache: KVTensors,
         metadata: Sequence[AttentionMetadata],
     ) -> None:
-        """All of the layer in six launches: norms, gates and sums are part of the products beside them."""
+        """Compute the whole layer in six launches: norms, gates and sums are fused into the matmuls."""
         if delta is not None:
             hidden.add_(delta)
         place, eps = self._place, self._eps
@@ -320,7 +324,7 @@ class DecoderLayer:
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
-        turns: Sequence[Turn],
+        turns: Sequence[Rotation],
         kv_cache: KVTensors,
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
@@ -343,7 +347,7 @@ class DecoderLayer:
         return self._feed_forward(rms_norm(hidden, self._mlp_norm, self._eps))
 
     def _feed_forward(self, normalised: torch.Tensor) -> torch.Tensor:
-        """What the second half adds to hidden, from its normalised rows."""
+        """Return the second half's output, computed from its normalised input rows."""
         return self.feed_forward(normalised)
 
     def compiled_weights(self) -> LayerWeights | None:
@@ -380,7 +384,7 @@ class Decoder:
         layer_type: type[DecoderLayer] = DecoderLayer,
         kv: Sequence[LayerKV] | None = None,
     ) -> None:
-        """`kv`: what each layer keeps, where that is not whole heads."""
+        """`kv`: KV cache of each layer, if it is not made of whole heads."""
         self.config = config
         dtype, device = load.dtype, load.device
         self._dtype, self._pipeline = dtype, groups.pipeline
@@ -393,8 +397,8 @@ class Decoder:
         tied = config.tie_word_embeddings
         rows = None if groups.tensor is None else shard.vocabulary
         if shard.is_first_stage or (shard.is_last_stage and tied):
-            # On the CPU the table is looked up where it lies: in the page cache when the file has the computing dtype,
-            # or one that is packed as it is, so that a tied, packed lm_head is the only copy in anonymous memory.
+            # On the CPU the table is read in place: from the page cache if the file has the computing dtype or a type
+            # that is packed unchanged, so that a tied, packed lm_head is the only copy in anonymous memory.
             table = load.vocabulary("model.embed_tokens.weight", rows=rows)
             self._embed = VocabularyEmbedding(table, shard.vocabulary[0], groups.tensor)
         if shard.is_last_stage:
@@ -410,7 +414,7 @@ class Decoder:
         is_plain = not any(config.windows) and layer_type is DecoderLayer and not config.has_sinks
         self._compiled = compile_layers(self._layers, shape, groups.tensor) if is_plain else None
         self.is_compiled = self._compiled is not None
-        """Whether the layers may get metadata for the compiled operators."""
+        """True if the layers accept metadata for the compiled operators."""
         if self._compiled is not None:
             logger.info("CPU operators: compiled, for %s", self._compiled.instruction_set)
         elif device.type == "cpu":
@@ -435,12 +439,12 @@ class Decoder:
         num_layers: int | None = None,
         placed: Placed | None = None,
     ) -> torch.Tensor:
-        """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size] before the last norm.
-        `metadata` has an entry per KV group. Where tokens have positions over time, height and width, `positions` is
-        [3, num_tokens]. `placed`: what the first stage takes for embeddings of tokens that are no text.
+        """Return hidden states [num_tokens, hidden_size] before the last norm, for token_ids, positions [num_tokens]
+        int64. `metadata` has an entry per KV group. If tokens have positions over time, height and width, `positions`
+        is [3, num_tokens]. `placed`: embeddings of tokens that are not text, for the first stage.
 
-        `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
-        states from the one before it and sends its own to the next.
+        `num_layers` limits the layers, for profiling: they all use the same memory. A stage receives hidden states from
+        the previous one and sends its own to the next.
         """
         before = None
         if not self._is_first_stage:
@@ -454,7 +458,7 @@ class Decoder:
         return hidden
 
     def receive(self, hidden: torch.Tensor) -> None:
-        """Fill hidden [rows, hidden_size] with what the stage before sends. The first stage gets nothing."""
+        """Receive the previous stage's output into hidden [rows, hidden_size]. No-op on the first stage."""
         if not self._is_first_stage:
             assert self._pipeline is not None
             self._pipeline.receive(hidden, self._pipeline.index - 1)
@@ -476,12 +480,13 @@ class Decoder:
         num_layers: int | None = None,
         placed: Placed | None = None,
     ) -> torch.Tensor:
-        """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
-        stage before, which are overwritten; the first stage has token ids alone."""
+        """Run this stage's layers: the part of `forward` between receiving and sending. `before`: the previous stage's
+        hidden states, which are overwritten; the first stage reads token ids only.
+        """
         hidden = self.embedded(token_ids, placed) if before is None else before
-        turns = [Turn(rotary(positions)) for rotary in self._rotaries]
+        turns = [Rotation(rotary(positions)) for rotary in self._rotaries]
         if self.config.nope_layers:
-            turns.append(no_turn(positions, self.config.rotary_size, self.config.temperature))
+            turns.append(identity_rotation(positions, self.config.rotary_size, self.config.temperature))
         if metadata[0].native is not None:
             assert self._compiled is not None
             self._compiled(hidden, turns[0].rotation, kv_cache, metadata[0], num_layers)
@@ -494,7 +499,7 @@ class Decoder:
         return hidden
 
     def embedded(self, token_ids: torch.Tensor, placed: Placed | None = None) -> torch.Tensor:
-        """[num_tokens] int64 -> [num_tokens, hidden_size]: what the first layer gets."""
+        """Return the first layer's input: [num_tokens] int64 -> [num_tokens, hidden_size]."""
         hidden = self._embed(token_ids)
         hidden = hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
         return hidden if placed is None else hidden.index_copy_(0, *placed)
@@ -508,30 +513,35 @@ class Decoder:
         return self._lm_head(self.normalised_rows(hidden, rows))
 
     def normalised_rows(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, hidden_size] behind the last norm, on any
-        rank of the last stage."""
+        """Return the given rows [num_rows] int64 of `forward`'s result after the last norm [num_rows, hidden_size], on
+        any rank of the last stage.
+        """
         return gather_rms_norm(hidden, rows, self._norm, self.config.rms_norm_eps)
 
     def normalised(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`forward`'s result behind the last norm, on the last stage: what heads that draft begin with."""
+        """Return `forward`'s result after the last norm, on the last stage: the input of draft heads."""
         return rms_norm(hidden, self._norm, self.config.rms_norm_eps)
 
     def logits_of(self, normalised: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] of what is normalised -> [rows, vocab_size] float32, where one rank has all of it."""
+        """Return logits [rows, vocab_size] float32 of normalised rows [rows, hidden_size], where one rank has the whole
+        vocabulary.
+        """
         logits = self._lm_head(normalised)
         assert logits is not None
         return logits.float()
 
 
-def turn_of(config: ModelConfig, layer: int) -> int:
-    """Which of the turns of a step is the layer's: the rope's, the local rope's under windows, or none, the last."""
+def rotation_index(config: ModelConfig, layer: int) -> int:
+    """Return the index of the layer's rotation in a step: the rope, the local rope of windowed layers, or the last (no
+    rotation).
+    """
     if layer in config.nope_layers:
         return 1 if config.local_rope is None else 2
     return int(config.local_rope is not None and config.window(layer) is not None)
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """By what scores are multiplied."""
+    """Factor of the attention scores."""
     return config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
 
 

@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1 (arXiv:2412.19437): one latent vector per token and layer for all heads, experts chosen by
-sigmoids within the best groups beside shared ones, the first layers dense. The layer that predicts further tokens is
-deepseek_mtp.py's.
+sigmoids within the best groups in addition to shared experts, and dense first layers. deepseek_mtp.py has the
+multi-token prediction layer.
 """
 
 from typing import TYPE_CHECKING

@@ -8,7 +8,7 @@ from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.shard import ModelShard
 
-LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says of the others
+LATENT_EPS = 1e-6  # epsilon of the norms of latent vectors, independent of config.json
 
 
 class DeepseekLayer(DecoderLayer):

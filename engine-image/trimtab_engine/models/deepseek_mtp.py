@@ -1,6 +1,6 @@
-"""The layer of DeepSeek-V3's own checkpoint that predicts a further token (arXiv:2412.19437, section 2.2): norms of the
-embedding and of the hidden state, one product that makes one row of both, a layer like the model's last ones, and an
-output layer of its own behind a norm. Run again on what it yields it drafts as many tokens as are wanted.
+"""Multi-token prediction layer of DeepSeek-V3's checkpoint (arXiv:2412.19437, section 2.2): norms of the embedding and
+of the hidden state, one projection that joins both rows, a layer like the model's last ones, and its own norm and
+output layer. Applied repeatedly to its own output it drafts any number of tokens.
 """
 
 from dataclasses import replace
@@ -22,12 +22,12 @@ from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.weights.language_model_weights import Half
 from trimtab_engine.weights.source import WeightSource
-from trimtab_engine.weights.text_half import Half
 
 
 def parse(source: WeightSource, target: ModelConfig) -> ModelConfig:
-    """The target's numbers; its head is the layer behind its last one."""
+    """The target's configuration; the head is the layer after the target's last one."""
     if target.architecture not in deepseek.FAMILY.architectures:
         raise NotSupportedError(
             f"{source.where}: layers of {target.architecture} that predict further tokens are not supported; "
@@ -42,7 +42,7 @@ def parse(source: WeightSource, target: ModelConfig) -> ModelConfig:
 
 
 def own_tensors(source: WeightSource, config: ModelConfig) -> WeightSource:
-    """The layer behind the last, without its copy of the embeddings."""
+    """The prediction layer, without its copy of the embeddings."""
     prefix = _prefix(config)
     names = [name for name in source.shapes() if name.startswith(prefix) and ".embed_tokens." not in name]
     return Half(source, {name: name for name in names})
@@ -62,7 +62,7 @@ def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def latent_kv(config: ModelConfig) -> list[LayerKV]:
-    """As the layers before it, for one layer."""
+    """Tensors of one layer, like those of the layers before it."""
     return deepseek.latent_kv(replace(config, num_layers=1))
 
 
@@ -71,7 +71,7 @@ def _prefix(config: ModelConfig) -> str:
 
 
 class MtpJoin:
-    """A product of both rows, each behind a norm. The first position's embedding is none, as in training."""
+    """Project both rows, each after a norm. The first position's embedding is zero, as in training."""
 
     def __init__(self, projection: Projection, embedding: torch.Tensor, hidden: torch.Tensor, eps: float) -> None:
         self._projection, self._embedding, self._hidden, self._eps = projection, embedding, hidden, eps
@@ -86,7 +86,9 @@ class MtpJoin:
 def build(config: ModelConfig, load: Loader, target: Decoder) -> DraftHead:
     """The head on the target's device."""
     prefix, eps = _prefix(config), config.rms_norm_eps
-    layer = DeepseekLayer(config, config.num_layers, KVLayerIndex(0, 0), shard_model(config, Layout(), 0), SINGLE_RANK, load)
+    layer = DeepseekLayer(
+        config, config.num_layers, KVLayerIndex(0, 0), shard_model(config, Layout(), 0), SINGLE_RANK, load
+    )
     join = MtpJoin(
         load.joined(prefix, {"eh_proj": (0, config.hidden_size)}),
         load.copy(prefix + "enorm.weight"),

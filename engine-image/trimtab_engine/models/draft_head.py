@@ -1,10 +1,10 @@
-"""Heads that draft from what a model has computed: a few layers behind it, which see the hidden state of each token
-beside the embedding of the next one, and use the model's own embeddings.
+"""Draft heads that read the target's hidden states: a few layers after the target, whose input is the hidden state of
+each token and the embedding of the next token. They use the target's own embeddings.
 
 ```
-target        h(0)   h(1)   h(2)  …      hidden states behind the last norm
+target        h(0)   h(1)   h(2)  …      hidden states after the last norm
 next token    t(1)   t(2)   t(3)  …
-head          g(0)   g(1)   g(2)  …      g(i) foretells t(i+2); behind the newest token g takes the place of h
+head          g(0)   g(1)   g(2)  …      g(i) predicts t(i+2); after the newest token g replaces h
 ```
 At position i the head keeps keys and values in the slot of token i, under the target's block tables.
 """
@@ -20,7 +20,7 @@ from trimtab_modelspec.kv_groups import LayerKV
 from trimtab_modelspec.tensors import Tensors
 
 from trimtab_engine.device.kv_cache import KVTensors
-from trimtab_engine.layers.rotary import RotaryAngles, Turn
+from trimtab_engine.layers.rotary import RotaryAngles, Rotation
 from trimtab_engine.models.decoder import Decoder, DecoderLayer
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.weights.source import WeightSource
@@ -30,12 +30,14 @@ class Join(Protocol):
     """Makes one row of the embedding of a token and the hidden state of the one before it."""
 
     def __call__(self, embedded: torch.Tensor, before: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] each, and positions [rows] int64 -> [rows, hidden_size] of its own memory."""
+        """Return [rows, hidden_size] of newly allocated memory, from two inputs [rows, hidden_size] and positions
+        [rows] int64.
+        """
         ...
 
 
 class DraftHead:
-    """A head with its weights beside the model that it belongs to, both whole on one device."""
+    """A draft head and its target model, both unsharded on one device."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class DraftHead:
         self._target, self._layers, self._join, self._to_logits = target, layers, join, to_logits
         self._rotary = RotaryAngles(config.rope, config.rotary_size, device)
         self.pads_rows = target.pads_rows
-        """Whether callers pad rows to few sizes."""
+        """True if callers should pad the number of rows to a few sizes."""
 
     def forward(
         self,
@@ -59,10 +61,11 @@ class DraftHead:
         kv_cache: KVTensors,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """token_ids, positions [rows] int64: tokens, each with the position of the one before it, whose hidden states
-        are before [rows, hidden_size] -> hidden states of the same shape."""
+        """Return hidden states [rows, hidden_size]. token_ids, positions [rows] int64: tokens, each with the position
+        of the previous token, whose hidden states are before [rows, hidden_size].
+        """
         hidden = self._join(self._target.embedded(token_ids), before, positions)
-        turns = [Turn(self._rotary(positions))]
+        turns = [Rotation(self._rotary(positions))]
         delta = None
         for layer in self._layers:
             delta = layer(hidden, delta, turns, kv_cache, [metadata])
@@ -78,11 +81,16 @@ class HeadKind:
     """One kind of head: how its checkpoint is read."""
 
     parse: Callable[[WeightSource, ModelConfig], ModelConfig]
-    """What it is in numbers, beside this target. Raises ModelError, or NotSupportedError by name."""
+    """Return the head's configuration with this target.
+
+    Raises:
+        ModelError: the checkpoint is invalid.
+        NotSupportedError: the head is not supported.
+    """
     source: Callable[[WeightSource, ModelConfig], WeightSource]
     """Its tensors under the names that `tensors` has."""
     tensors: Callable[[ModelConfig], Tensors]
-    """What its checkpoint must hold of it."""
+    """Return the expected tensors of the head's checkpoint."""
     kv: Callable[[ModelConfig], Sequence[LayerKV]]
-    """What each of its layers keeps of a token."""
+    """Return the KV cache of each layer."""
     build: Callable[[ModelConfig, Loader, Decoder], DraftHead]

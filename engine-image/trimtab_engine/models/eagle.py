@@ -1,6 +1,6 @@
-"""The head of EAGLE (arXiv:2401.15077) for decoders, of Llama's layers: embedding and hidden state side by side, one
-product that makes one row of both, and layers of which the first does not normalise its input. What it yields goes to
-the target's output layer as it is. EAGLE-3, which looks at several layers of the target, is another head.
+"""EAGLE draft head (arXiv:2401.15077) of Llama layers: embedding and hidden state concatenated, one projection that
+joins both rows, and layers of which the first does not normalise its input. Its output goes to the target's output
+layer unchanged. EAGLE-3, which reads several layers of the target, is another head.
 """
 
 import re
@@ -22,11 +22,11 @@ from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
+from trimtab_engine.weights.language_model_weights import Half
 from trimtab_engine.weights.source import WeightSource
-from trimtab_engine.weights.text_half import Half
 
 ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
-"""What heads call themselves that are this."""
+"""Architecture names of EAGLE heads."""
 OF_TARGET = re.compile(r"(model\.)?(embed_tokens|lm_head)\.weight$")
 """Copies of the target's, which many heads bring."""
 
@@ -64,7 +64,7 @@ def tensors(config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def own_tensors(source: WeightSource, config: ModelConfig) -> WeightSource:
-    """Without the target's; names begin as a whole model's do."""
+    """The head's own tensors, without the target's; names begin like a whole model's."""
     return Half(source, {f"model.{plain}": stored for plain, stored in _plain_names(source).items()})
 
 

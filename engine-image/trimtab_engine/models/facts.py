@@ -1,4 +1,4 @@
-"""Model facts from headers alone (docs/reference/contract.md section 6). Needs no torch and reads no weight."""
+"""Model facts from file headers only (docs/reference/contract.md section 6). Needs no torch and reads no weight."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from trimtab_engine.models.registry import (
     open_model,
     parse_model_config,
     parse_vision_config,
-    tower_of,
+    vision_encoder_of,
 )
 from trimtab_engine.weights.scaled import ScaledSource
 from trimtab_engine.weights.source import WeightSource
@@ -30,8 +30,11 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
-    """The facts as a JSON object. An architecture that is not supported has `supported: false`, why it is not, and
-    null for what its config.json does not say in the usual words. Raises ModelError when the model cannot be read.
+    """Return the facts as a JSON object. An unsupported architecture has `supported: false`, the reason, and null for
+    facts that its config.json does not have under the usual names.
+
+    Raises:
+        ModelError: the model cannot be read.
     """
     source = open_model(model, load_format)
     try:
@@ -46,7 +49,7 @@ def model_facts(model: str, *, load_format: str = "auto") -> dict[str, Any]:
 
 
 def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
-    if source.shapes():  # dummy weights are what the configuration says
+    if source.shapes():  # dummy weights follow the configuration
         check_counts(config, source)
     form = stored_format(source.config, source.where)
     facts = modelspec_facts(
@@ -61,7 +64,7 @@ def _supported(source: WeightSource, config: ModelConfig) -> dict[str, Any]:
 
 
 def _computed_by(config: ModelConfig) -> dict[str, Any]:
-    """Whose code computes the model if it is not Trimtab's, and how many tensor-parallel ranks can divide it."""
+    """Return the external code that computes the model, if any, and the maximum number of tensor-parallel ranks."""
     if config.division is None:
         return {}
     return {"computed_by": "transformers", "tensor_parallel_sizes": list(config.division.degrees)}
@@ -76,11 +79,11 @@ def _stored_bytes(source: ScaledSource, name: str, tensor: StoredTensor) -> int 
 
 
 def _tower(source: WeightSource, config: ModelConfig, dtype_bytes: int) -> dict[str, Any]:
-    """What images and videos are computed with, where they are."""
+    """Return the devices that compute images and videos."""
     try:
-        kind, vision = tower_of(config), parse_vision_config(source, config)
+        kind, vision = vision_encoder_of(config), parse_vision_config(source, config)
     except ModelError:
-        return {}  # the engine says why when it is to load it; its text half is served without
+        return {}  # loading reports the reason; the language model is served without it
     if kind is None or vision is None:
         return {}
     return {"tower_bytes": num_elements(kind.tensors(vision).values()) * dtype_bytes}

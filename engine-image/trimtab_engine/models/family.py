@@ -1,5 +1,5 @@
-"""What a family of models is to the engine: a value that says how its checkpoints are read and who computes them, and
-the protocol that what it builds follows. Needs no torch, so that facts can be told without it; `build` may.
+"""Interface of a model family: a value that describes how its checkpoints are read and which code computes them, and
+the protocol of the built model. Needs no torch, so that facts can be read without it; `build` may import torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trimtab_engine.parallel.shard import ModelShard
 
 
-class Tower(Protocol):
+class VisionEncoder(Protocol):
     """Computes one image or video at a time, or one tile of it, on one device, or its share of that."""
 
     vision: VisionConfig
@@ -42,9 +42,9 @@ class Model(Protocol):
     """One rank's shard of a model with its weights, on one device."""
 
     pads_rows: bool
-    """Whether callers pad rows to few sizes."""
+    """True if callers should pad the number of rows to a few sizes."""
     is_compiled: bool
-    """Whether the layers may get metadata for the CPU's compiled operators."""
+    """True if the layers accept metadata for the CPU's compiled operators."""
 
     @property
     def mixtures(self) -> "Sequence[MixtureOfExperts]":
@@ -61,17 +61,17 @@ class Model(Protocol):
         num_layers: int | None = None,
         placed: "Placed | None" = None,
     ) -> "torch.Tensor":
-        """token_ids, positions [num_tokens] int64 -> hidden states [num_tokens, hidden_size] before the last norm.
-        `metadata` has an entry per KV group. Where tokens have positions over time, height and width, `positions` is
-        [3, num_tokens]. `placed`: what the first stage takes for embeddings of tokens that are no text.
+        """Return hidden states [num_tokens, hidden_size] before the last norm, for token_ids, positions [num_tokens]
+        int64. `metadata` has an entry per KV group. If tokens have positions over time, height and width, `positions`
+        is [3, num_tokens]. `placed`: embeddings of tokens that are not text, for the first stage.
 
-        `num_layers` runs the first layers only, for profiling: they all use the same memory. A stage gets the hidden
-        states from the one before it and sends its own to the next.
+        `num_layers` limits the layers, for profiling: they all use the same memory. A stage receives hidden states from
+        the previous one and sends its own to the next.
         """
         ...
 
     def receive(self, hidden: "torch.Tensor") -> None:
-        """Fill hidden [rows, hidden_size] with what the stage before sends. The first stage gets nothing."""
+        """Receive the previous stage's output into hidden [rows, hidden_size]. No-op on the first stage."""
         ...
 
     def send(self, hidden: "torch.Tensor") -> None:
@@ -89,8 +89,9 @@ class Model(Protocol):
         num_layers: int | None = None,
         placed: "Placed | None" = None,
     ) -> "torch.Tensor":
-        """This stage's layers: what `forward` does between receiving and sending. `before`: the hidden states of the
-        stage before, which are overwritten; the first stage has token ids alone."""
+        """Run this stage's layers: the part of `forward` between receiving and sending. `before`: the previous stage's
+        hidden states, which are overwritten; the first stage reads token ids only.
+        """
         ...
 
     def logits(self, hidden: "torch.Tensor", rows: "torch.Tensor") -> "torch.Tensor | None":
@@ -102,13 +103,14 @@ class Model(Protocol):
         ...
 
     def normalised_rows(self, hidden: "torch.Tensor", rows: "torch.Tensor") -> "torch.Tensor":
-        """These rows [num_rows] int64 of `forward`'s result -> [num_rows, hidden_size] behind the last norm, on any
-        rank of the last stage."""
+        """Return the given rows [num_rows] int64 of `forward`'s result after the last norm [num_rows, hidden_size], on
+        any rank of the last stage.
+        """
         ...
 
 
 class Build(Protocol):
-    """How a family makes a rank's model: its layers and heads by `shard`, its weights by `load`."""
+    """Builder of a rank's model: its layers and heads by `shard`, its weights by `load`."""
 
     def __call__(self, config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "RankGroups") -> Model: ...
 
@@ -121,31 +123,31 @@ def build_decoder(config: ModelConfig, load: "Loader", shard: "ModelShard", grou
 
 
 @dataclass(frozen=True, slots=True)
-class TowerKind:
-    """What computes a family's images and videos."""
+class VisionEncoderFamily:
+    """Vision encoder of a family."""
 
     parse: Callable[[ConfigReader, ModelConfig], VisionConfig]
     """Reads config.json, for this text half. Raises ModelError."""
     tensors: Callable[[VisionConfig], Tensors]
     """Everything that a checkpoint must hold of it, and nothing else."""
-    build: "Callable[[VisionConfig, Loader, RankGroup | None], Tower]"
+    build: "Callable[[VisionConfig, Loader, RankGroup | None], VisionEncoder]"
     """Its weights whole, or the share of one of the group's ranks, which then compute each item together."""
     modalities: tuple[Modality, ...] = MODALITIES
-    """What it computes."""
+    """The modalities that it computes."""
     not_on_cuda: str | None = None
-    """Why it is computed on the CPU alone; None: it is computed on CUDA too, where its text half is."""
+    """Reason why it runs on the CPU only; None if it also runs on CUDA where the language model does."""
     renames_tensors: bool = False
-    """Whether checkpoints may call tensors otherwise: what they lack shows as they load."""
+    """True if checkpoints may use other tensor names: missing tensors are then found while loading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family(ModelFamily):
     """One family of models, with the code that computes it."""
 
-    tower: TowerKind | None = None
+    tower: VisionEncoderFamily | None = None
     """The vision encoder; None if images and videos are not supported."""
     not_on_cuda: str | None = None
-    """Why its layers do not run on CUDA; None if they do, except for what its KV groups exclude."""
+    """Reason why its layers do not run on CUDA; None if they do, except for unsupported KV groups."""
     build: Build
     renames_tensors: bool = False
     """True if checkpoints may use other tensor names, or store a tensor in parts: missing ones show while loading."""
@@ -158,7 +160,7 @@ class Family(ModelFamily):
         family: ModelFamily,
         *,
         build: Build,
-        tower: TowerKind | None = None,
+        tower: VisionEncoderFamily | None = None,
         gguf_names: Mapping[str, GgufNames] | None = None,
     ) -> "Family":
         """Return the family with the code that computes it."""

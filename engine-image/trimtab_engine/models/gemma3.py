@@ -1,5 +1,5 @@
-"""Gemma 3, text (Gemma team 2025, arXiv:2503.19786): five layers that see a window for each that sees all, norms before
-and behind each half of a layer, whose weights are kept as what they add to 1, and a rotation of its own under windows.
+"""Gemma 3, text (Gemma team 2025, arXiv:2503.19786): five sliding-window layers per full-attention layer, norms before
+and after each half of a layer (stored as the weight minus 1), and a separate rope for windowed layers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,14 +9,14 @@ from trimtab_modelspec.families import gemma3
 
 from trimtab_engine.models.family import Family, Model
 from trimtab_engine.weights.gguf_file import LAYER_NAMES, GgufNames
-from trimtab_engine.weights.gguf_words import ABOVE_ZERO, NUMBER, Metadata
+from trimtab_engine.weights.gguf_metadata import ABOVE_ZERO, NUMBER, Metadata
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
     from trimtab_engine.parallel.groups import RankGroups
     from trimtab_engine.parallel.shard import ModelShard
 
-LARGEST_LAYERS = 62  # of the model of 27B, whose scores are scaled by another size than the heads'
+LARGEST_LAYERS = 62  # of the 27B model, whose scores are scaled by another size than the heads'
 GGUF_LAYERS = LAYER_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -33,7 +33,7 @@ def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "Ran
 
 
 def gguf_words(metadata: Metadata) -> dict[str, Any]:
-    """llama.cpp knows by the number of layers what scores are scaled by, and by itself which layers see all."""
+    """llama.cpp derives the score scale from the number of layers, and has a fixed pattern of full-attention layers."""
     heads, hidden = metadata.positive("attention.head_count"), metadata.positive("embedding_length")
     is_largest = metadata.positive("block_count") == LARGEST_LAYERS
     scaled_by = hidden // heads if is_largest else metadata.positive("attention.key_length")

@@ -1,5 +1,5 @@
-"""gpt-oss (OpenAI 2025, arXiv:2508.10925): every other layer sees a window, each head has a sink, and every layer is a
-mixture whose experts have biases and a gate that is cut off. Their weights lie in one tensor per layer.
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925): every other layer has a sliding window, each head has a sink, and every
+layer is an MoE whose experts have biases and a clamped gate. The experts' weights are stored in one tensor per layer.
 """
 
 from trimtab_modelspec.families import gpt_oss

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023, arXiv:2302.13971), with the grouped queries of Llama 2 and 3, and what is like it."""
+"""Llama (Touvron et al. 2023, arXiv:2302.13971), with the grouped queries of Llama 2 and 3, and compatible models."""
 
 from trimtab_modelspec.families import llama
 

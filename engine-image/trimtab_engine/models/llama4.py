@@ -1,6 +1,6 @@
-"""Llama 4, text (Meta 2025): three layers whose tokens see their own chunk of positions for each that sees all and
-knows no positions; experts chosen by sigmoids beside one that every token passes, in all layers or every other one.
-Its tower is in llama4_vision.py.
+"""Llama 4, text (Meta 2025): three layers with chunked attention and rope per layer with full attention and no rope
+(NoPE); experts chosen by sigmoids in addition to one shared expert, in all layers or every other one. Its vision
+encoder is in llama4_vision.py.
 """
 
 from typing import TYPE_CHECKING
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.families import llama4
 
-from trimtab_engine.models.family import Family, Model, TowerKind
-from trimtab_engine.models.llama4_vision import build_tower, parse_vision, tower_tensors
+from trimtab_engine.models.family import Family, Model, VisionEncoderFamily
+from trimtab_engine.models.llama4_vision import build_vision_encoder, parse_vision, vision_encoder_tensors
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "RankGroups") -> Model:
-    """A decoder of layers of its own."""
+    """A decoder of Llama 4 layers."""
     from trimtab_engine.models.decoder import Decoder
     from trimtab_engine.models.llama4_layer import Llama4Layer
 
@@ -27,6 +27,6 @@ def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "Ran
 
 FAMILY = Family.of(
     llama4.FAMILY,
-    tower=TowerKind(parse_vision, tower_tensors, build_tower, modalities=("image",)),
+    tower=VisionEncoderFamily(parse_vision, vision_encoder_tensors, build_vision_encoder, modalities=("image",)),
     build=build,
 )

@@ -31,7 +31,9 @@ class Llama4Layer(DecoderLayer):
     def load_attention(
         config: ModelConfig, layer: int, shard: ModelShard, groups: RankGroups, load: Loader
     ) -> Attention:
-        """The norms come before the rotation here, and behind it in the released code: without weights it is one."""
+        """The norms are applied before the rotation here, and after it in the released code: without weights both are
+        equal.
+        """
         prefix, size = f"model.layers.{layer}.self_attn.", config.head_size
         heads, kv_heads = head_rows(shard.heads, size), head_rows(shard.kv_heads, size)
         ones = torch.ones(size, dtype=load.dtype, device=load.device)
@@ -48,17 +50,17 @@ class Llama4Layer(DecoderLayer):
     def load_feed_forward(
         config: ModelConfig, layer: int, shard: ModelShard, groups: RankGroups, load: Loader
     ) -> GatedMlp | MixtureOfExperts:
-        """The second half, by what stands in its place."""
+        """Return the second half of a layer by the module that replaces the MLP."""
         prefix = f"model.layers.{layer}.feed_forward."
-        make = _load_mixture if config.is_moe_layer(layer) else load_mlp
+        make = _load_moe if config.is_moe_layer(layer) else load_mlp
         return make(config, prefix, shard, groups, load)
 
     def compiled_weights(self) -> LayerWeights | None:
-        """None: the compiled operators know neither these norms nor these experts."""
+        """Always None: the compiled operators implement neither these norms nor these experts."""
         return None
 
 
-def _load_mixture(
+def _load_moe(
     config: ModelConfig, prefix: str, shard: ModelShard, groups: RankGroups, load: Loader
 ) -> MixtureOfExperts:
     moe = config.moe

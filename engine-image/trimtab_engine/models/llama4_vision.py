@@ -1,9 +1,10 @@
-"""Llama 4's tower (Meta 2025): a tile of a picture becomes embeddings of the text half, whatever the other tiles show.
+"""Facts and tensor names of Llama 4's vision encoder (Meta 2025): each tile of an image becomes embeddings for the
+language model, independent of other tiles.
 
-The patches of a tile see each other and one more row, which stands for all of them and is dropped at the end. Then
-`merge_size` x `merge_size` neighbours become one token: their hidden states one behind the other ("pixel shuffle")
-through an MLP. As neighbours lie next to each other when they come (multimodal/qwen2_5_vl.py has the drawing), that is
-no shuffle here; instead the tables of positions are put into that order.
+The patches of a tile attend to each other and to one class row, which is dropped at the end. Then `merge_size` x
+`merge_size` adjacent patches become one token: an MLP takes their concatenated hidden states ("pixel shuffle"). The
+input has adjacent patches next to each other already (multimodal/qwen2_5_vl.py has the drawing), so nothing is
+shuffled here; the position tables are reordered instead.
 
 Facts and names need no torch; `TileTower` does.
 """
@@ -19,30 +20,30 @@ from trimtab_engine.config.vision import TileLayout, VisionConfig, tiles_of
 from trimtab_engine.errors import ModelError
 
 if TYPE_CHECKING:
-    from trimtab_engine.models.llama4_tower import TileTower
+    from trimtab_engine.models.llama4_vision_encoder import Llama4VisionEncoder
     from trimtab_engine.models.loading import Loader
     from trimtab_engine.parallel.groups import RankGroup
 
-THETA = 10_000.0  # where config.json does not say
+THETA = 10_000.0  # defaults for config.json
 UNSAID: Mapping[str, Any] = {
     "hidden_size": 768, "num_hidden_layers": 34, "num_attention_heads": 16, "num_channels": 3,
     "intermediate_size": 5632, "vision_output_dim": 7680, "image_size": 448, "patch_size": 14,
     "projector_input_dim": 4096, "projector_output_dim": 4096,
 }  # fmt: skip
-"""What config.json leaves out where it is this, as transformers reads it."""
+"""Defaults that transformers uses for fields missing in config.json."""
 BUILT: Mapping[str, Any] = {
     "hidden_act": "gelu", "pixel_shuffle_ratio": 0.5, "multi_modal_projector_bias": False,
     "vision_feature_select_strategy": "default",
 }  # fmt: skip
-"""Words that have one value in all published models, and are built with it alone."""
-MERGE_SIZE = 2  # what that ratio is
+"""Fields with one value in all published models; other values are not supported."""
+MERGE_SIZE = 2  # 1 / pixel_shuffle_ratio
 
 
 def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     """Read `vision_config`, for this text half. Raises ModelError."""
     said = words.config.get("vision_config")
     if not isinstance(said, dict):
-        raise ModelError(f"{words.where}: vision_config is {said!r:.100}; an object is needed")
+        raise ModelError(f"{words.where}: vision_config must be an object ({said!r:.100})")
     where = f"{words.where}: vision_config"
     for name, value in BUILT.items():
         if said.get(name, value) != value:
@@ -89,8 +90,8 @@ def _check_fit(vision: VisionConfig, own: ConfigReader) -> None:
         )
 
 
-def tower_tensors(vision: VisionConfig) -> Tensors:
-    """What a checkpoint holds of it and of the projector, by names without what either begins with."""
+def vision_encoder_tensors(vision: VisionConfig) -> Tensors:
+    """Return the tensors of the encoder and the projector, without their prefixes."""
     hidden, wide, tile = vision.hidden_size, vision.intermediate_size, tiles_of(vision)
     patches = (tile.size // vision.patch_size) ** 2
     shapes: dict[str, tuple[int, ...]] = {
@@ -114,8 +115,8 @@ def tower_tensors(vision: VisionConfig) -> Tensors:
     return {name: StoredTensor(shape, "replicated") for name, shape in shapes.items()}
 
 
-def build_tower(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "TileTower":
+def build_vision_encoder(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "Llama4VisionEncoder":
     """Its weights, by the names above."""
-    from trimtab_engine.models.llama4_tower import TileTower
+    from trimtab_engine.models.llama4_vision_encoder import Llama4VisionEncoder
 
-    return TileTower(vision, load, group)
+    return Llama4VisionEncoder(vision, load, group)

@@ -1,4 +1,4 @@
-"""Reads one rank's part of a checkpoint, to the computing dtype and device, and reports what was read."""
+"""Reads one rank's part of a checkpoint into the computing dtype and onto the device, and reports what was loaded."""
 
 import re
 from collections import Counter
@@ -34,23 +34,24 @@ from trimtab_engine.weights.source import Span, WeightSource
 Progress = Callable[[int], None]
 """Called with numbers of elements."""
 Weight = torch.Tensor | BlockFp8 | QuantisedBlocks
-"""As it is stored, or in the computing dtype."""
+"""A weight as stored, or in the computing dtype."""
 Joined = torch.Tensor | StoredRows | list[BlockFp8] | QuantisedBlocks | MixedBlocks
 """Rows that are multiplied together."""
 NUMBER = re.compile(r"(?<=\blayers\.)\d+|(?<=\bexperts\.)\d+")
 EXPERT = ".experts."
-"""In the names of the projections of a mixture's experts."""
+"""Name part of the projections of MoE experts."""
 
 
 PackedSource = GgufSource | FourBitsSource | ScaledSource | Mxfp4Source
-"""Those whose weights may be multiplied as they are stored."""
+"""Weights that may be multiplied as stored."""
 
 
 def packed_source(
     source: WeightSource, dtype: torch.dtype, device: torch.device, quantization: Quantization | None
 ) -> PackedSource | None:
-    """Whose weights of 4 to 8 bits are multiplied as they are stored, where that is so: by the CPU's compiled products,
-    unless something else was asked for."""
+    """Weights of 4 to 8 bits that are multiplied as stored, if possible: by the CPU's compiled matmuls, unless another
+    backend was requested.
+    """
     if not isinstance(source, PackedSource) or quantization is not None or library_for(dtype, device) is None:
         return None
     return source if isinstance(source, GgufSource) or source.is_in_blocks else None
@@ -68,10 +69,10 @@ class Loader:
         quantization: Quantization | None = None,
         adapting: Adapting | None = None,
     ) -> None:
-        """`adapting` takes the projections that may have adapters; None: none has."""
+        """`adapting` builds the projections that can have adapters; None if there are none."""
         self._adapting = adapting
         self.adapter_rows = AdapterRows() if adapting is None else adapting.rows
-        """Which rows of a step have adapters: what computes rows in parts says so there."""
+        """Rows of a step with adapters; code that computes rows in parts announces its part there."""
         self._source, self.dtype, self.device, self._progress = source, dtype, device, progress
         self._quantization = quantization
         self._multiplies_float8 = quantization is not None and multiplies_float8(device)
@@ -90,8 +91,9 @@ class Loader:
 
     @property
     def restored(self) -> list[str]:
-        """What the checkpoint has quantised and was read as numbers of the computing dtype, with its type and how many
-        layers' and experts' it is."""
+        """Return the tensors that were dequantised while loading, with their type and the number of layers and
+        experts.
+        """
         named = Counter(f"{NUMBER.sub('*', name)} ({kind})" for name, kind in self._restored_types.items())
         return [name if count == 1 else f"{count} x {name}" for name, count in sorted(named.items())]
 
@@ -102,12 +104,12 @@ class Loader:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether projections are stored smaller than in the computing dtype, or made so as they load."""
+        """Return True if projections are stored smaller than in the computing dtype, or quantised while loading."""
         return self._quantization is not None
 
     @property
     def is_packed(self) -> bool:
-        """Whether weights are multiplied in blocks, where the checkpoint has them so."""
+        """Return True if weights are multiplied in blocks where the checkpoint has blocks."""
         return self._packed is not None
 
     def names(self) -> list[str]:
@@ -115,7 +117,7 @@ class Loader:
         return list(self._source.shapes())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one of these, whole."""
+        """Return one of these tensors, unsharded."""
         return self._source.shapes()[name]
 
     def stored(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> torch.Tensor:
@@ -159,13 +161,13 @@ class Loader:
         return StoredRows((table,)) if self._packs_rows else table
 
     def wide(self, name: str) -> torch.Tensor:
-        """A tensor in float32, whatever the computing dtype."""
+        """Return a tensor in float32, independent of the computing dtype."""
         tensor = self._source.tensor(name)
         self._progress(tensor.numel())
         return tensor.to(device=self.device, dtype=torch.float32, copy=True)
 
     def copy(self, name: str) -> torch.Tensor:
-        """A tensor of its own memory, for small weights."""
+        """Return a tensor in newly allocated memory, for small weights."""
         return self(name).clone()
 
     def joined(
@@ -204,7 +206,7 @@ class Loader:
         return Linear(self(name, rows=(0, num_experts)), None if bias is None else self(bias))
 
     def summed(self, name: str, columns: Span, group: RankGroup | None, *, has_bias: bool = False) -> Projection:
-        """Columns of a projection whose products the group sums."""
+        """Return the columns of a projection whose results the group sums."""
         bias = self(f"{name}.bias") if has_bias else None
         weight = self._projection(f"{name}.weight", None if group is None else columns)
         projection: Linear | BlockFp8Linear
@@ -216,8 +218,9 @@ class Loader:
         return self._adapted(projection, [part], [projection.out_features])
 
     def part_of_sum(self, name: str, columns: Span) -> Projection:
-        """Columns of a projection without a bias, whose product is this rank's part of a sum that somebody else
-        makes."""
+        """Return the columns of a projection without a bias, whose result is this rank's part of a sum that the caller
+        makes.
+        """
         weight = self._projection(f"{name}.weight", columns)
         projection = BlockFp8Linear(weight, None, self.dtype) if isinstance(weight, list) else Linear(weight)
         return self._adapted(projection, [AdaptedPart(name, columns=columns)], [projection.out_features])
@@ -225,7 +228,7 @@ class Loader:
     def _adapted(
         self, projection: Linear | BlockFp8Linear, parts: Sequence[AdaptedPart], num_rows: Sequence[int]
     ) -> Projection:
-        """With room for adapters where there are some. Experts have none."""
+        """Return the projection with room for adapters if they are enabled. Experts have none."""
         if self._adapting is None or EXPERT in parts[0].name:
             return projection
         return self._adapting.take(projection, parts, num_rows)
@@ -233,7 +236,7 @@ class Loader:
     def expert(
         self, prefix: str, names: tuple[str, ...], *, rows: Span | None = None, columns: Span | None = None
     ) -> torch.Tensor | BlockFp8:
-        """One expert's part of these projections, rows one behind the other."""
+        """Return one expert's part of these projections, rows concatenated."""
         whole = [f"{prefix}{name}.weight" for name in names]
         weights = [self._weight(name, rows=rows, columns=columns) for name in whole]
         weights = [self._restored(weight) if isinstance(weight, QuantisedBlocks) else weight for weight in weights]
@@ -257,7 +260,7 @@ class Loader:
         return (whole if columns is None else whole[columns[0] : columns[1]]).t()
 
     def _weight(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Weight:
-        """As it is stored, where it is multiplied so: with scales where the checkpoint has them."""
+        """Return the weight as stored, if it is multiplied as stored: with scales if the checkpoint has them."""
         blocks = self._blocks(name, rows=rows, columns=columns)
         if blocks is not None:
             return blocks
@@ -291,7 +294,7 @@ class Loader:
         return blocks
 
     def _restored(self, weight: Weight) -> torch.Tensor:
-        """In the computing dtype."""
+        """Return the weight in the computing dtype."""
         return weight.to(self.dtype) if isinstance(weight, torch.Tensor) else weight.restored(self.dtype)
 
     def _remember_restored(self, names: Sequence[str]) -> None:
@@ -304,9 +307,10 @@ class Loader:
         return self._as_computed([name], [self._weight(name, columns=columns)])
 
     def _as_computed(self, names: Sequence[str], weights: list[Weight], *, is_expert: bool = False) -> Joined:
-        """Rows one behind the other: float8 where this device multiplies it, blocks where the CPU does, else the
-        computing dtype, with the same values. An expert's are the caller's to keep, and what is quantised here has
-        blocks over all of them; others are packed before the next are asked for."""
+        """Return rows concatenated: float8 if this device multiplies it, blocks if the CPU does, otherwise the
+        computing dtype, with the same values. The caller owns an expert's rows, and rows quantised here have blocks
+        over all of them; other rows must be packed before the next call.
+        """
         packed = [weight for weight in weights if isinstance(weight, QuantisedBlocks)]
         if packed and len(packed) == len(weights) and (whole := joined_rows(packed)) is not None:
             return whole
@@ -325,21 +329,22 @@ class Loader:
         return restored[0] if len(restored) == 1 else torch.cat(restored)
 
     def _stored_rows(self, weights: Sequence[Weight]) -> StoredRows:
-        """Rows one behind the other where they lie, for what joins and converts them while it packs them."""
+        """Return rows concatenated without a copy, for callers that join and convert them while packing."""
         return StoredRows(
             tuple(each if isinstance(each, torch.Tensor) else each.restored(self.dtype) for each in weights)
         )
 
     def _interleaved(self, weight: Weight, head_size: int) -> Weight:
-        """Rows of each head in another order; where rows are packed from where they lie, of a view."""
+        """Return rows of each head in another order; as a view if rows are packed without a copy."""
         if isinstance(weight, torch.Tensor) and self._packs_rows and self._quantization is None:
             return weight.view(-1, 2, head_size // 2, weight.shape[1]).transpose(1, 2)
         return _interleaved(weight, head_size)
 
     def _in_scratch(self, weights: Sequence[Weight]) -> torch.Tensor:
-        """Rows one behind the other, in memory that the next ones overwrite: converting and joining is one pass, and no
-        page is asked of the system that is given back at once, which takes as long as the pass itself. What multiplies
-        on the CPU makes a packed copy."""
+        """Return rows concatenated in a buffer that the next call overwrites: converting and joining is one pass, and
+        no page is allocated and freed again, which would take as long as the pass itself. CPU matmuls make a packed
+        copy.
+        """
         parts = [weight if isinstance(weight, torch.Tensor) else weight.restored(self.dtype) for weight in weights]
         if len(parts) == 1 and parts[0].dtype == self.dtype:
             return parts[0]
@@ -355,7 +360,7 @@ class Loader:
 
 
 def _blocks(span: Span | None) -> Span | None:
-    """The blocks that these rows, or columns, lie in."""
+    """Return the blocks that contain these rows or columns."""
     return None if span is None else (span[0] // BLOCK, -(-span[1] // BLOCK))
 
 

@@ -1,4 +1,6 @@
-"""Mistral (arXiv:2310.06825): Llama without biases. Layers of version 0.1 see a window, those of later ones see all."""
+"""Mistral (arXiv:2310.06825): Llama without biases. Layers of version 0.1 have a sliding window, later ones full
+attention.
+"""
 
 from trimtab_modelspec.families import mistral
 

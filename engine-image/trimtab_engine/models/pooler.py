@@ -1,5 +1,5 @@
-"""What a checkpoint says of pooling: a GGUF file in its metadata, others in sentence-transformers' files beside the
-weights, of which modules.json lists what follows the model, and the Pooling module's folder says how. Needs no torch.
+"""Pooling configuration of a checkpoint: from the metadata of a GGUF file, or from sentence-transformers' files, of
+which modules.json lists the modules after the model and the Pooling module's folder has the method. Needs no torch.
 """
 
 import json
@@ -18,9 +18,13 @@ MODEL, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"
 
 
 def pooling_of_checkpoint(model: Path, method: str | None = None) -> CheckpointPooling:
-    """What the folder of a checkpoint says; of one that says nothing, and of a single file, the defaults of decoders.
-    `method`: what a flag says instead of the Pooling module, by vLLM's name. Raises ModelError for files that cannot be
-    read, NotSupportedError for modules that are not supported."""
+    """Return the pooling configuration of a checkpoint folder; the defaults of decoders if the folder has none, or for
+    a single file. `method`: overrides the Pooling module, by vLLM's name.
+
+    Raises:
+        ModelError: files cannot be read.
+        NotSupportedError: a module is not supported.
+    """
     path = model / MODULES_FILE
     if not model.is_dir() or not path.is_file():
         return CheckpointPooling()
@@ -42,25 +46,31 @@ def pooling_of_checkpoint(model: Path, method: str | None = None) -> CheckpointP
 
 
 def pooling_of(model: Path, source: WeightSource, method: str | None = None) -> CheckpointPooling:
-    """What an opened checkpoint says. `method`, and what it raises: as pooling_of_checkpoint()."""
+    """Return the pooling configuration of an opened checkpoint. `method` and exceptions: see
+    pooling_of_checkpoint().
+    """
     if not isinstance(source, GgufSource):
         return pooling_of_checkpoint(model, method)
     stored = source.pooling_type
-    return CheckpointPooling() if stored is None else CheckpointPooling(method or stored, normalize=True, where=source.where)
+    return (
+        CheckpointPooling()
+        if stored is None
+        else CheckpointPooling(method or stored, normalize=True, where=source.where)
+    )
 
 
 def _words(config: Path, modules: Path) -> Mapping[str, Any]:
     """The Pooling module's own. A bucket's folders are left out where a model is fetched, and it with them."""
     if not config.exists():
         raise ModelError(
-            f"{modules}: names a {POOLING} module, but there is no {config}; copy it there, or say it by {FLAG}, such "
+            f"{modules}: names a {POOLING} module, but there is no {config}; copy it there, or set {FLAG}, such "
             f"as {EXAMPLE}"
         )
     return read_json(config)
 
 
 def _modules(path: Path) -> list[Mapping[str, Any]]:
-    """In the order in which they are applied."""
+    """Modules in the order in which they are applied."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -6,7 +6,7 @@ from trimtab_modelspec.families import qwen3_moe
 
 from trimtab_engine.models.family import Family, build_decoder
 from trimtab_engine.weights.gguf_file import LAYER_NAMES, GgufNames
-from trimtab_engine.weights.gguf_words import Metadata
+from trimtab_engine.weights.gguf_metadata import Metadata
 
 GGUF_EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")}
 

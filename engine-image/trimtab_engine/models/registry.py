@@ -1,4 +1,4 @@
-"""The families that are built. Adding one is a file beside this one, and a line in FAMILIES. Needs no torch."""
+"""Registry of native model families. To add one, add a file to this package and a line in FAMILIES. Needs no torch."""
 
 import json
 from collections.abc import Mapping
@@ -18,21 +18,21 @@ from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.by_transformers import family as by_transformers
-from trimtab_engine.models.by_transformers import seeing
-from trimtab_engine.models.family import Family, TowerKind
+from trimtab_engine.models.by_transformers import vision as transformers_vision
+from trimtab_engine.models.family import Family, VisionEncoderFamily
 from trimtab_engine.weights.bare_decoder import BareDecoder, bare_decoder, is_bare, whole_architecture
 from trimtab_engine.weights.four_bits import FourBitsSource
+from trimtab_engine.weights.language_model_weights import (
+    Half,
+    language_model_weights,
+    language_model_weights_of_transformers,
+    vision_encoder_weights,
+    vision_encoder_weights_of_transformers,
+)
 from trimtab_engine.weights.mxfp4 import Mxfp4Source
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.scaled import ScaledSource
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
-from trimtab_engine.weights.text_half import (
-    Half,
-    text_half,
-    text_half_of_transformers,
-    tower_half,
-    tower_half_of_transformers,
-)
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -51,12 +51,16 @@ GGUF_NAMES = {kind: names for family in FAMILIES for kind, names in family.gguf_
 
 
 def family_of(architecture: str) -> Family:
-    """The family of an architecture: its own, or that of what transformers' code computes."""
+    """Return an architecture's family: its own, or the transformers fallback."""
     return BY_ARCHITECTURE.get(architecture, by_transformers.FAMILY)
 
 
 def architecture_of(config: Mapping[str, Any], where: str) -> str:
-    """What config.json calls the model. Raises ModelError when it says nothing."""
+    """Return config.json's architecture.
+
+    Raises:
+        ModelError: config.json has none.
+    """
     name = ConfigReader(config, {}, where).architecture
     if name is None:
         raise ModelError(
@@ -66,13 +70,14 @@ def architecture_of(config: Mapping[str, Any], where: str) -> str:
 
 
 def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """Read config.json (and generation_config.json, {} when absent). `where` names the file in messages.
+    """Read config.json (and generation_config.json, {} if absent). `where` names the file in messages.
 
-    Raises ModelError for what is missing, malformed or not supported.
+    Raises:
+        ModelError: the configuration is incomplete, malformed or not supported.
     """
     architecture = architecture_of(config, where)
-    if architecture in seeing.ARCHITECTURES:
-        words = seeing.text_words(config, where)
+    if architecture in transformers_vision.ARCHITECTURES:
+        words = transformers_vision.language_model_config(config, where)
         parsed = parse_model_config(words, generation, where)
         return replace(parsed, has_transformers_vision=True)
     family = family_of(architecture)
@@ -83,23 +88,29 @@ def parse_model_config(config: Mapping[str, Any], generation: Mapping[str, Any],
 
 
 def _check_is_causal(words: Mapping[str, Any], architecture: str, where: str) -> None:
-    """Raise ModelError for a decoder that was made an encoder: some that embed see the tokens behind, too."""
+    """Raise ModelError for a decoder that was converted to an encoder: some embedding models use bidirectional
+    attention.
+    """
     for name, made in (("is_causal", False), ("use_bidirectional_attention", True)):
         if words.get(name) is made:
             raise ModelError(
-                f"{where}: {name} is {str(made).lower()}, so each token of this {architecture} sees those behind it; "
-                f"built is attention to what came before"
+                f"{where}: {name} is {str(made).lower()}, so this {architecture} uses bidirectional attention; "
+                f"only causal attention is supported"
             )
 
 
-def tower_of(config: ModelConfig) -> TowerKind | None:
-    """What computes the images and videos of this text half; None: nothing."""
-    return seeing.TOWER if config.has_transformers_vision else family_of(config.architecture).tower
+def vision_encoder_of(config: ModelConfig) -> VisionEncoderFamily | None:
+    """Return the vision encoder of this language model's checkpoints, or None if they take text only."""
+    return transformers_vision.TOWER if config.has_transformers_vision else family_of(config.architecture).tower
 
 
 def parse_vision_config(source: WeightSource, config: ModelConfig) -> VisionConfig | None:
-    """The tower of a checkpoint with this text half; None: it has none that is built. Raises ModelError."""
-    kind = tower_of(config)
+    """Return the vision encoder of a checkpoint with this language model, or None if it has none that is supported.
+
+    Raises:
+        ModelError: its configuration is invalid.
+    """
+    kind = vision_encoder_of(config)
     if kind is None or "vision_config" not in source.config:
         return None
     words = source.config if config.has_transformers_vision else language_model_config(source.config)
@@ -107,11 +118,15 @@ def parse_vision_config(source: WeightSource, config: ModelConfig) -> VisionConf
 
 
 def longest_request(config: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> int:
-    """About how long requests may be, without torch: of what transformers' code computes config.json's own words count.
-    Raises ModelError."""
+    """Return the approximate maximum request length without torch: for models run by transformers' code, config.json's
+    own fields count.
+
+    Raises:
+        ModelError: the configuration is invalid.
+    """
     architecture = architecture_of(config, where)
-    if architecture in seeing.ARCHITECTURES:
-        return longest_request(seeing.text_words(config, where), generation, where)
+    if architecture in transformers_vision.ARCHITECTURES:
+        return longest_request(transformers_vision.language_model_config(config, where), generation, where)
     if architecture in BY_ARCHITECTURE:
         return parse_model_config(config, generation, where).max_model_len
     words = ConfigReader(config, generation, where)
@@ -119,24 +134,28 @@ def longest_request(config: Mapping[str, Any], generation: Mapping[str, Any], wh
 
 
 def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:
-    """What the whole model keeps of each token."""
+    """Return the KV cache layout of the whole model."""
     return groups_of(family_of(config.architecture).kv(config))
 
 
 def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
-    """Open a checkpoint; a GGUF file has its tensors under the names that its family knows, one that sees images those
-    of its text half alone, and one without output layer those of a whole model; weights that are stored in parts are
-    one tensor. Raises ModelError."""
+    """Open a checkpoint and normalise its tensor names: a GGUF file uses the names of its family, a vision-language
+    checkpoint shows its language model only, a checkpoint without an output layer looks like a whole model, and a
+    weight stored in several parts is one tensor.
+
+    Raises:
+        ModelError: the checkpoint cannot be read.
+    """
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
     if whole_architecture(source.config) in BY_ARCHITECTURE and is_bare(source):
         source = bare_decoder(source)
     architecture = ConfigReader(source.config, {}, source.where).architecture or ""
-    if architecture in seeing.ARCHITECTURES and source.format == "safetensors":
-        return text_half_of_transformers(source)
+    if architecture in transformers_vision.ARCHITECTURES and source.format == "safetensors":
+        return language_model_weights_of_transformers(source)
     family = BY_ARCHITECTURE.get(architecture)
     if family is None or source.format != "safetensors":
         return source
-    whole = text_half(source) if family.multimodal else source
+    whole = language_model_weights(source) if family.multimodal else source
     form = stored_format(source.config, source.where)
     if isinstance(form, FourBits):
         return FourBitsSource(whole, form)
@@ -146,42 +165,43 @@ def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> Weigh
 
 
 def has_output_layer(source: WeightSource) -> bool:
-    """Whether a checkpoint that open_model() has opened gives logits."""
+    """Return True if a checkpoint opened by open_model() produces logits."""
     whole = source.stored if isinstance(source, FourBitsSource | ScaledSource | Mxfp4Source) else source
     return not isinstance(whole, BareDecoder)
 
 
-def open_tower(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
+def open_vision_encoder(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
     """Open the towers of a checkpoint that sees images. Raises ModelError."""
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
     if source.format == "gguf":
         raise ModelError(f"{source.where}: a GGUF file holds no tower for images; give a folder with safetensors")
     if source.format != "safetensors":
         return source
-    is_whole = architecture_of(source.config, source.where) in seeing.ARCHITECTURES
-    return tower_half_of_transformers(source) if is_whole else tower_half(source)
+    is_whole = architecture_of(source.config, source.where) in transformers_vision.ARCHITECTURES
+    return vision_encoder_weights_of_transformers(source) if is_whole else vision_encoder_weights(source)
 
 
-def sees_images(model: str) -> bool | None:
-    """Whether images and videos are computed for this checkpoint; None where it cannot be read, which is told when it
-    is loaded. A file alone (GGUF) has no tower."""
+def takes_images(model: str) -> bool | None:
+    """Return True if images and videos are computed for this checkpoint, or None if it cannot be read (loading reports
+    the error). A single file (GGUF) has no vision encoder.
+    """
     if Path(model).is_file():
         return False
     architecture = _architecture_in(model)
-    return None if architecture is None else tower_named(architecture) is not None
+    return None if architecture is None else vision_encoder_for(architecture) is not None
 
 
-def sees_on_cuda(model: str) -> bool:
-    """Whether CUDA computes images and videos for this checkpoint."""
+def takes_images_on_cuda(model: str) -> bool:
+    """Return True if CUDA computes images and videos for this checkpoint."""
     architecture = _architecture_in(model)
-    kind = None if architecture is None else tower_named(architecture)
+    kind = None if architecture is None else vision_encoder_for(architecture)
     return kind is not None and kind.not_on_cuda is None
 
 
-def tower_named(architecture: str) -> TowerKind | None:
-    """What computes the images and videos of checkpoints that config.json calls so; None: they take text alone."""
-    if architecture in seeing.ARCHITECTURES:
-        return seeing.TOWER
+def vision_encoder_for(architecture: str) -> VisionEncoderFamily | None:
+    """Return the vision encoder for checkpoints of this architecture, or None if they take text only."""
+    if architecture in transformers_vision.ARCHITECTURES:
+        return transformers_vision.TOWER
     family = BY_ARCHITECTURE.get(architecture)
     return family.tower if family is not None and architecture in family.multimodal else None
 

@@ -1,5 +1,5 @@
-"""A decoder layer whose halves stand between two norms each (Gemma 3): what attention and the MLP yield is normalised
-before it is added.
+"""Decoder layer with norms before and after each half (Gemma 3): the outputs of attention and the MLP are normalised
+before they are added.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from trimtab_modelspec.config import ModelConfig
 from trimtab_modelspec.kv_groups import KVLayerIndex
 
 from trimtab_engine.device.kv_cache import KVTensors
-from trimtab_engine.layers.rotary import Turn
+from trimtab_engine.layers.rotary import Rotation
 from trimtab_engine.models.decoder import DecoderLayer, load_norm
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.groups import RankGroups
@@ -20,7 +20,7 @@ from trimtab_engine.parallel.shard import ModelShard
 
 
 class SandwichLayer(DecoderLayer):
-    """`post_attention_layernorm` is of what attention yields; the MLP has norms of its own before and behind it."""
+    """`post_attention_layernorm` normalises the attention output; the MLP has its own norms before and after it."""
 
     def __init__(
         self, config: ModelConfig, layer: int, place: KVLayerIndex, shard: ModelShard, groups: RankGroups, load: Loader
@@ -35,7 +35,7 @@ class SandwichLayer(DecoderLayer):
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
-        turns: Sequence[Turn],
+        turns: Sequence[Rotation],
         kv_cache: KVTensors,
         metadata: Sequence[AttentionMetadata],
     ) -> torch.Tensor:
@@ -48,5 +48,5 @@ class SandwichLayer(DecoderLayer):
         return rms_norm(self.feed_forward(normalised), self._fed_norm, self._eps)
 
     def compiled_weights(self) -> LayerWeights | None:
-        """None: the compiled operators have two norms per layer."""
+        """Always None: the compiled operators support two norms per layer only."""
         return None

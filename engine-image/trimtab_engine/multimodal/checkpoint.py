@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from trimtab_engine.errors import ModelError
 from trimtab_engine.multimodal import fixed_resolution, llama4
 from trimtab_engine.multimodal.items import Modality
-from trimtab_engine.multimodal.processor_words import whole
+from trimtab_engine.multimodal.processor_settings import whole
 from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.reader import Processors
 from trimtab_engine.multimodal.tiles import Idefics3Tokens, InternVLTokens, Llama4Tokens, TileTokens
@@ -74,7 +74,7 @@ def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None 
     """The tokens around the tiles of a picture, by the words that the tokenizer has for them; None where pictures are
     not cut into tiles. Raises ModelError for a tokenizer without them.
     """
-    words = _words_around(processors.image, _object(Path(folder) / "config.json"))
+    words = _delimiters(processors.image, _object(Path(folder) / "config.json"))
     if words is None:
         return None
     path = Path(tokenizer or folder) / "tokenizer.json"
@@ -88,11 +88,11 @@ def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None 
     return _square_tokens(path, named, ids) if words is SQUARE_WORDS else Llama4Tokens(**named)
 
 
-def _words_around(processor: object, config: Mapping[str, Any]) -> Mapping[str, str] | None:
+def _delimiters(processor: object, config: Mapping[str, Any]) -> Mapping[str, str] | None:
     """Return the delimiters of an image's tiles, or None if it has none."""
     if isinstance(processor, llama4.TileProcessor):
         return TILE_WORDS
-    if not isinstance(processor, fixed_resolution.SquareProcessor) or fixed_resolution.is_alone(config):
+    if not isinstance(processor, fixed_resolution.SquareProcessor) or fixed_resolution.is_single_square(config):
         return None
     return FRAME_WORDS if processor.num_squares is not None else SQUARE_WORDS
 

@@ -91,7 +91,7 @@ def decode_video(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
         else:
             num_frames = int(getattr(image, "n_frames", 1))
         _check_num_frames(num_frames, limits)
-        kept = kept_frames(num_frames, limits.num_frames)
+        kept = sampled_frame_indices(num_frames, limits.num_frames)
         check_pixels(image.width, image.height, limits, times=len(kept))
         return _frames(image, num_frames, frozenset(kept))
 
@@ -101,7 +101,7 @@ def decode_frame_list(texts: Sequence[str], limits: DecodeLimits) -> Frames:
     _check_num_frames(len(texts), limits)
     pictures: list[Image.Image] = []
     num_pixels = 0
-    for number in kept_frames(len(texts), limits.num_frames):
+    for number in sampled_frame_indices(len(texts), limits.num_frames):
         try:
             picture = decode_image(decode_base64(texts[number], limits), "image/jpeg", limits).pictures[0]
         except InvalidRequest as error:
@@ -115,7 +115,7 @@ def decode_frame_list(texts: Sequence[str], limits: DecodeLimits) -> Frames:
     return Frames(pictures)
 
 
-def kept_frames(num_frames: int, most: int) -> list[int]:
+def sampled_frame_indices(num_frames: int, most: int) -> list[int]:
     """Return the sampled frame numbers: all, or the given number at even distances from first to last."""
     if num_frames <= most:
         return list(range(num_frames))

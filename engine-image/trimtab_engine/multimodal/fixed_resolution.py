@@ -21,7 +21,7 @@ from PIL import Image
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.multimodal.patches import meanings_of
-from trimtab_engine.multimodal.processor_words import MAX_EDGE, channels, edges, flag, number, whole
+from trimtab_engine.multimodal.processor_settings import MAX_EDGE, channels, edges, flag, number, whole
 from trimtab_engine.multimodal.qwen2_5_vl import CLIP_MEAN, CLIP_STD
 
 HALVES = (0.5, 0.5, 0.5)
@@ -93,7 +93,7 @@ class SquareProcessor:
             square_size,
             tokens_per_square,
             shorter_edge=_shorter_edge(words, where) if crops else None,
-            squeezed=_squeezed(words, where) if crops else None,
+            squeezed=_resized_to_square(words, where) if crops else None,
             longer_edge=_longer_edge(kind, words, square_size, where),
             num_squares=_num_squares(kind, words, where),
             pads=kind == "LlavaImageProcessor" and flag(words, "do_pad", False, where),
@@ -270,7 +270,7 @@ def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
     along = side // patch
     if config.get("model_type") == SHUFFLED:
         return side, _shuffled(config, along, where) ** 2
-    if not is_alone(config):
+    if not is_single_square(config):
         factor = whole(config, "scale_factor", 2, where)
         if along < 1 or along % factor:
             raise ModelError(f"{where}: {along} patches along a square's side are no multiple of scale_factor {factor}")
@@ -296,7 +296,7 @@ def _shuffled(config: Mapping[str, Any], along: int, where: str) -> int:
     return along // int(factor)
 
 
-def is_alone(config: Mapping[str, Any]) -> bool:
+def is_single_square(config: Mapping[str, Any]) -> bool:
     """Return True if an image is one square without delimiters."""
     return config.get("model_type") == SINGLE_RANK
 
@@ -343,7 +343,7 @@ def _shorter_edge(words: Mapping[str, Any], where: str) -> int | None:
     return next(iter(size.values()))
 
 
-def _squeezed(words: Mapping[str, Any], where: str) -> Size | None:
+def _resized_to_square(words: Mapping[str, Any], where: str) -> Size | None:
     """Height and width before the middle is taken; None: `size` has a shorter edge."""
     size = edges(words, "size", where)
     return (size["height"], size["width"]) if size.keys() == {"height", "width"} else None

@@ -23,7 +23,7 @@ from PIL import Image
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.multimodal.patches import cut_into_rows
-from trimtab_engine.multimodal.processor_words import NUM_LEVELS, channels, number, size_of, whole
+from trimtab_engine.multimodal.processor_settings import NUM_LEVELS, channels, number, size_of, whole
 
 BILINEAR = 2  # Pillow's number for it, which checkpoints have
 KNOWN_TYPES = ("Llama4ImageProcessor", "Llama4ImageProcessorFast")

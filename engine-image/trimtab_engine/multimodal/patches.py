@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trimtab_engine.multimodal.items import Patches
-from trimtab_engine.multimodal.processor_words import NUM_LEVELS
+from trimtab_engine.multimodal.processor_settings import NUM_LEVELS
 
 
 def cut_into_rows(

@@ -24,7 +24,7 @@ from PIL import Image
 
 from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.multimodal.patches import cut_into_rows, meanings_of
-from trimtab_engine.multimodal.processor_words import channels, number, size_of, whole
+from trimtab_engine.multimodal.processor_settings import channels, number, size_of, whole
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -75,7 +75,8 @@ class AllowedHost:
         port = int(match.group(2)) if match and match.group(2) else None
         if host is None or (port is not None and not 0 < port < 65536):
             raise ConfigError(
-                f"--allowed-media-domains: {_shown(text)} is no host; write whole names such as images.example.com, or "
+                f"--allowed-media-domains: {_format_authority(text)} is not a host; write whole names such as "
+                f"images.example.com, or "
                 f"images.example.com:8443 (there are no wildcards)"
             )
         return cls(host, port)
@@ -100,12 +101,15 @@ class AllowedSources:
         if scheme == "data":
             return _inline(url)
         if scheme not in ("file", *PORTS):
-            raise InvalidRequest(f"{_shown(url)} is no data:, file: or https: URL; {REMEDY}")
+            raise InvalidRequest(f"{_format_authority(url)} is no data:, file: or https: URL; {REMEDY}")
         if len(url) > MAX_URL_CHARACTERS:
-            raise InvalidRequest(f"the URL {_shown(url)} has {len(url)} characters; at most {MAX_URL_CHARACTERS}")
+            raise InvalidRequest(
+                f"the URL {_format_authority(url)} has {len(url)} characters; at most {MAX_URL_CHARACTERS}"
+            )
         if not PLAIN.fullmatch(url):
             raise InvalidRequest(
-                f"the URL {_shown(url)} has a blank, a backslash or a character beyond ASCII; percent-encode its path, "
+                f"the URL {_format_authority(url)} has a blank, a backslash or a non-ASCII character; percent-encode "
+                f"its path, "
                 f"and write its host's name in the form that begins with xn--"
             )
         return self._local(url) if scheme == "file" else self._remote(url)
@@ -120,7 +124,7 @@ class AllowedSources:
             location = f"{RemoteFile(source.scheme, source.host, source.port, '').url}{location}"
         there = self.source(location) if REMOTE.fullmatch(location) else None
         if not isinstance(there, RemoteFile):
-            raise InvalidRequest(f"{source.host} redirects to {_shown(location)}, which is not followed")
+            raise InvalidRequest(f"{source.host} redirects to {_format_authority(location)}, which is not followed")
         if source.scheme == "https" and there.scheme != "https":
             raise InvalidRequest(f"{source.host} redirects from https to http, which is not followed")
         return there
@@ -131,7 +135,9 @@ class AllowedSources:
         match = re.fullmatch(r"file://(?:localhost)?(/[^?#]*)", url, re.IGNORECASE)
         path = unquote(match.group(1)) if match else ""
         if not path or "\0" in path:
-            raise InvalidRequest(f"{_shown(url)} is no file's URL; write file:///folder/file, ? and # percent-encoded")
+            raise InvalidRequest(
+                f"{_format_authority(url)} is no file's URL; write file:///folder/file, ? and # percent-encoded"
+            )
         return LocalFile(path)
 
     def _remote(self, url: str) -> RemoteFile:
@@ -145,14 +151,17 @@ class AllowedSources:
         host = _host(parts.group(1)) if parts else None
         if match is None or parts is None or host is None:
             raise InvalidRequest(
-                f"the URL {_shown(url)} has no host that is plainly spelt; write a name such as images.example.com, "
+                f"the URL {_format_authority(url)} has no host in canonical spelling; write a name such as "
+                f"images.example.com, "
                 f"or a whole address in its usual form"
             )
         scheme: Literal["http", "https"] = "https" if match.group(1).lower() == "https" else "http"
         port = int(parts.group(2) or PORTS[scheme])
         allowed = any(a.host == host and port == (a.port or PORTS[scheme]) for a in self.hosts)
         if not allowed:
-            raise InvalidRequest(f"{_shown(authority)} is not an allowed host (--allowed-media-domains); {REMEDY}")
+            raise InvalidRequest(
+                f"{_format_authority(authority)} is not an allowed host (--allowed-media-domains); {REMEDY}"
+            )
         target = match.group(3)
         return RemoteFile(scheme, host, port, target if target.startswith("/") else f"/{target}")
 
@@ -164,7 +173,7 @@ NOTHING_ELSE = AllowedSources()
 def _inline(url: str) -> Inline:
     match = INLINE.match(url)
     if match is None or not url.isascii():
-        raise InvalidRequest(f"{_shown(url)} is no data: URL of base64; write data:image/png;base64,…")
+        raise InvalidRequest(f"{_format_authority(url)} is no data: URL of base64; write data:image/png;base64,…")
     return Inline(match.group(1).lower(), url[match.end() :])
 
 
@@ -188,5 +197,5 @@ def _address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6A
         return None
 
 
-def _shown(text: str) -> str:
+def _format_authority(text: str) -> str:
     return repr(text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "…")

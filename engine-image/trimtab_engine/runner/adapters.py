@@ -125,7 +125,7 @@ class AdapterSlots:
             makes_room = not (self._config.is_updatable or self._is_stacked)
             if makes_room and any(part.name in own for part in projection.parts):
                 rank = max(factors[part.name].down.shape[0] for part in projection.parts if part.name in own)
-                projection.make_room(slot, rank, self._like)
+                projection.reserve_slot(slot, rank, self._like)
             projection.fill(slot, factors)
         self._loaded[slot] = LoadedAdapter(Adapter(name, slot, opened.digest), folder)
         logger.info(
@@ -171,7 +171,7 @@ class AdapterSlots:
 
 def _allocate_slots(projection: AdaptedLinear, num_slots: int, rank: int, like: torch.Tensor) -> None:
     if isinstance(projection, StackedAdaptedLinear):
-        projection.make_rooms(num_slots, rank, like)
+        projection.reserve_slots(num_slots, rank, like)
         return
     for slot in range(num_slots):
-        projection.make_room(slot, rank, like)
+        projection.reserve_slot(slot, rank, like)

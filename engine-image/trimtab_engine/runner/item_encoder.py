@@ -19,10 +19,10 @@ import torch
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.device.transfer import send
 from trimtab_engine.layers.vocabulary import Placed
-from trimtab_engine.models.family import Tower
+from trimtab_engine.models.family import VisionEncoder
 from trimtab_engine.multimodal.items import MEANINGS_BYTES, MultiModalItem, Patches
 from trimtab_engine.multimodal.patches import as_float32
-from trimtab_engine.multimodal.processor_words import NUM_LEVELS
+from trimtab_engine.multimodal.processor_settings import NUM_LEVELS
 from trimtab_engine.parallel.groups import RankGroup
 from trimtab_engine.scheduling.step_inputs import StepInputs
 
@@ -43,14 +43,14 @@ class ItemEncoder:
         """True if other ranks compute some of a step's items."""
         return self._group is not None
 
-    def warm_up(self, tower: Tower, most_tokens: int) -> None:
+    def warm_up(self, tower: VisionEncoder, most_tokens: int) -> None:
         """Compute the largest and the smallest possible item with dummy pixels, so that memory is measured and kernels
         are compiled. The largest runs first, so that the smaller one fits into its memory.
         """
         for grid in reversed(tower.vision.extreme_grids(most_tokens)):
             self._computed(_black(grid, tower.vision), tower)
 
-    def place(self, inputs: StepInputs, tower: Tower) -> Placed | None:
+    def place(self, inputs: StepInputs, tower: VisionEncoder) -> Placed | None:
         """Drop and compute the step's items. Return the embeddings of its non-text tokens. None if it has none."""
         for key in inputs.displaced:
             del self._kept[key]
@@ -64,7 +64,7 @@ class ItemEncoder:
         rows = [self._kept[key][row : row + count] for _, count, key, row in inputs.placed]
         return send(torch.cat(index), self._device), torch.cat(rows)
 
-    def _divided(self, items: Sequence[MultiModalItem], tower: Tower) -> Sequence[torch.Tensor]:
+    def _divided(self, items: Sequence[MultiModalItem], tower: VisionEncoder) -> Sequence[torch.Tensor]:
         """Compute this rank's share of the items and gather all of them; every rank of the group calls this with the
         same items.
         """
@@ -84,7 +84,7 @@ class ItemEncoder:
             parts[number].copy_(rows)
         return [part.clone() for part in torch.split(self._group.all_reduce(whole), sizes)]  # each may go by itself
 
-    def _computed(self, item: MultiModalItem, tower: Tower) -> torch.Tensor:
+    def _computed(self, item: MultiModalItem, tower: VisionEncoder) -> torch.Tensor:
         assert item.patches is not None  # else it was refused at the core's door
         if self._device.type == "cpu":
             return tower(torch.from_numpy(as_float32(item.patches)), item.grid)

@@ -31,7 +31,7 @@ from trimtab_engine.memory.encoder import EncoderLimits, kept_bytes
 from trimtab_engine.memory.formula import Ledger
 from trimtab_engine.memory.reserved import cpu_activation_bytes
 from trimtab_engine.models.decoder import Decoder
-from trimtab_engine.models.family import Model, Tower
+from trimtab_engine.models.family import Model, VisionEncoder
 from trimtab_engine.parallel.expert_balancer import ExpertBalancer
 from trimtab_engine.parallel.groups import RankGroups
 from trimtab_engine.parallel.ranks import Layout
@@ -61,7 +61,7 @@ ONE_RANK = Layout()
 GREEDY = Sampling(temperature=0.0)
 COSTLIEST_SAMPLING = Sampling(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
 Progress = Callable[[str, float], None]
-ReadModel = tuple[Model, Tower | None]
+ReadModel = tuple[Model, VisionEncoder | None]
 """Model and vision encoder read from a checkpoint; the encoder only if this rank computes images and videos."""
 
 

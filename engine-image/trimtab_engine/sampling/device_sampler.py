@@ -14,9 +14,9 @@ from trimtab_engine.device.inference import in_inference_mode
 from trimtab_engine.device.transfer import receive, send, send_together
 from trimtab_engine.sampling.choice_columns import Choice, ChoiceColumns, Chooser, PlainRows, packed_parameters
 from trimtab_engine.sampling.forbidden_tokens import Ban, bans_of
-from trimtab_engine.sampling.logprobs import judge_rows, reports_of
+from trimtab_engine.sampling.logprobs import reports_of, score_rows
 from trimtab_engine.sampling.sampler import ROWS_AT_ONCE, best_logits, choose_limited, draw_by_kernel
-from trimtab_engine.sampling.token_table import DeviceRow, Places, TokenTable
+from trimtab_engine.sampling.token_table import DeviceRow, RowIndices, TokenTable
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
@@ -60,7 +60,7 @@ class Edit:
 
     row: DeviceRow
     index: int
-    places: Places | None
+    places: RowIndices | None
     bans: list[Ban]
 
 
@@ -129,7 +129,7 @@ class DeviceSampler:
 
     def _edits(self, rows: Sequence[DeviceRow]) -> list[Edit]:
         """In row order, for rows that request any."""
-        lent = self._table.lend(rows)
+        lent = self._table.assign_rows(rows)
         edits = []
         for index, row in enumerate(rows):
             p = row.request.sampling
@@ -159,7 +159,7 @@ class DeviceSampler:
             index = send(torch.tensor(part, dtype=torch.int64), self._device)
             raw = logits.index_select(0, index).log_softmax(dim=-1) if before is None else before.index_select(0, index)
             wanted = [rows[row].sampling.logprobs or 0 for row in part]
-            judged = judge_rows(raw, chosen.index_select(0, index), max(wanted))
+            judged = score_rows(raw, chosen.index_select(0, index), max(wanted))
             reports.append(ReportsInFlight([first + row for row in part], wanted, receive(judged)))
         return ChosenTokens(chosen, best_logits(logits, chosen), reports)
 

@@ -12,7 +12,7 @@ from trimtab_engine.device.transfer import Mark, receive
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 
-def judge_rows(raw: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
+def score_rows(raw: torch.Tensor, chosen: torch.Tensor, most: int) -> torch.Tensor:
     """Log-probabilities raw [rows, vocab_size] float32 and the tokens chosen there -> [rows, 2 + 2 * most] int32:
 
     ```
@@ -49,7 +49,7 @@ class ScoresInFlight:
 
     def add(self, raw: torch.Tensor, chosen: torch.Tensor, token_ids: list[int], wanted: list[int]) -> None:
         """raw [rows, vocab_size] and chosen [rows], which are token_ids, on the device."""
-        self.parts.append((receive(judge_rows(raw, chosen, max(wanted))), token_ids, wanted))
+        self.parts.append((receive(score_rows(raw, chosen, max(wanted))), token_ids, wanted))
         self.arrived.set()
 
     def result(self) -> list[TokenLogprobs]:
@@ -62,7 +62,7 @@ class ScoresInFlight:
 def report_rows(raw: torch.Tensor, chosen: torch.Tensor, wanted: Sequence[int | None]) -> list[TokenLogprobs | None]:
     """Both at once. At least one row wants a report."""
     most = max(count for count in wanted if count is not None)
-    return reports_of(judge_rows(raw, chosen, most).cpu(), chosen.tolist(), wanted)
+    return reports_of(score_rows(raw, chosen, most).cpu(), chosen.tolist(), wanted)
 
 
 def report_logprobs(raw: torch.Tensor, chosen: torch.Tensor, wanted: int) -> list[TokenLogprobs]:

@@ -64,7 +64,7 @@ def pool(
     return in_flight
 
 
-def is_number(row: Array) -> bool:
+def is_finite(row: Array) -> bool:
     """Return True if the vector has no NaN or infinity."""
     return bool(np.isfinite(row).all())
 

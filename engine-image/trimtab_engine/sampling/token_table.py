@@ -48,7 +48,7 @@ class DeviceRow:
 
 
 @dataclass(slots=True)
-class Places:
+class RowIndices:
     """A request's rows of the table. `num_counted`: how many of its tokens are in its counts."""
 
     biases: int | None
@@ -81,7 +81,7 @@ class TokenTable:
         num_rows = min(MOST_ROWS * max_num_seqs, max(MOST_ROWS, TABLE_BYTES // (4 * width)))
         self.words = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         self._free = list(range(num_rows))
-        self._lent: dict[Request, Places] = {}
+        self._lent: dict[Request, RowIndices] = {}
         self._two = torch.full((1,), IN_OUTPUT, dtype=torch.int32, device=device)
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
@@ -91,7 +91,7 @@ class TokenTable:
             return True
         return sum(_num_rows(request.sampling) for request in requests) <= num_rows
 
-    def lend(self, rows: Sequence[DeviceRow]) -> dict[Request, Places]:
+    def assign_rows(self, rows: Sequence[DeviceRow]) -> dict[Request, RowIndices]:
         """Return the row indices of requests that need one, up to date for the next launch."""
         asking = [row for row in rows if _num_rows(row.request.sampling)]
         if not asking:
@@ -101,7 +101,9 @@ class TokenTable:
             self._make_room(sum(_num_rows(request.sampling) for request in missing), {row.request for row in asking})
         for request in missing:
             p = request.sampling
-            places = Places(self._free.pop() if has_biases(p) else None, self._free.pop() if has_penalties(p) else None)
+            places = RowIndices(
+                self._free.pop() if has_biases(p) else None, self._free.pop() if has_penalties(p) else None
+            )
             self._lent[request] = places
             if places.biases is not None:
                 write(self.words[places.biases], biases_of(p, self.words.shape[1]).view(torch.int32))
@@ -113,7 +115,7 @@ class TokenTable:
                 places.num_counted = row.num_tokens
         return {row.request: self._lent[row.request] for row in asking}
 
-    def count(self, places: Sequence[Places], counts: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def count(self, places: Sequence[RowIndices], counts: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Their next tokens have been chosen. counts [n] int64: their rows of counts; token_ids [n] int64."""
         self.words.view(-1).index_add_(0, counts * self.words.shape[1] + token_ids, self._two.expand(len(places)))
         for own in places:

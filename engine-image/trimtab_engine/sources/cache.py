@@ -20,7 +20,7 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.sources.files import RemoteFile
 from trimtab_engine.sources.locks import FolderLock
 from trimtab_engine.sources.name import RemoteModel, Scheme
-from trimtab_engine.sources.progress import Progress, said_bytes
+from trimtab_engine.sources.progress import Progress, format_bytes
 from trimtab_engine.weights.gguf_parts import first_parts, parts_of
 from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
 
@@ -30,17 +30,17 @@ SPARE_BYTES = 64 << 20  # reserve for links, records and other data of the volum
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class ModelCache:
     """One model's place in the cache, for all its revisions."""
 
     folder: Path
 
     @classmethod
-    def of(cls, root: Path, model: RemoteModel) -> "Shelf":
-        return cls(root / model.shelf)
+    def of(cls, root: Path, model: RemoteModel) -> "ModelCache":
+        return cls(root / model.cache_folder_name)
 
     @classmethod
-    def all_in(cls, root: Path) -> Sequence["Shelf"]:
+    def all_in(cls, root: Path) -> Sequence["ModelCache"]:
         """Every model's place."""
         kinds = ("models", *(scheme.value for scheme in Scheme))
         return [cls(folder) for kind in kinds for folder in root.glob(f"{kind}--*")]
@@ -181,7 +181,7 @@ def _write(path: Path, text: str) -> None:
 # --- room ---------------------------------------------------------------------------------------------------------
 
 
-def make_room(root: Path, shelf: Shelf, model: RemoteModel, missing: int, limit: int | None) -> None:
+def make_room(root: Path, model_cache: ModelCache, model: RemoteModel, missing: int, limit: int | None) -> None:
     """Make room for `missing` more bytes: on the volume, and within `limit` bytes of the whole cache. With a limit,
     unused models are evicted, least recently used first.
 
@@ -192,7 +192,7 @@ def make_room(root: Path, shelf: Shelf, model: RemoteModel, missing: int, limit:
         return
     lacking = _lacking(root, missing, limit)
     if lacking > 0 and limit is not None:
-        for idle in _by_last_use(root, shelf):
+        for idle in _by_last_use(root, model_cache):
             _evict(*idle)
             lacking = _lacking(root, missing, limit)
             if lacking <= 0:
@@ -203,7 +203,7 @@ def make_room(root: Path, shelf: Shelf, model: RemoteModel, missing: int, limit:
 
 def used_bytes(root: Path) -> int:
     """Return the size of all models in the cache."""
-    return sum(_size(path) for shelf in Shelf.all_in(root) for path in shelf.folder.glob("blobs/*"))
+    return sum(_size(path) for model_cache in ModelCache.all_in(root) for path in model_cache.folder.glob("blobs/*"))
 
 
 def _lacking(root: Path, missing: int, limit: int | None) -> int:
@@ -215,39 +215,39 @@ def _too_small(root: Path, model: RemoteModel, missing: int, limit: int | None) 
     free = shutil.disk_usage(root).free
     if missing + SPARE_BYTES > free:
         return ModelError(
-            f"{model}: {said_bytes(missing)} are still to be downloaded, and {root} has {said_bytes(free)} free; use a "
+            f"{model}: {format_bytes(missing)} are still missing, and {root} has {format_bytes(free)} free; use a "
             f"larger volume, or another folder with --download-dir"
         )
     return ModelError(
-        f"{model}: {said_bytes(missing)} are still to be downloaded, and the cache {root} may hold "
-        f"{said_bytes(limit or 0)} in all, of which {said_bytes(used_bytes(root))} are in use; raise "
+        f"{model}: {format_bytes(missing)} are still to be downloaded, and the cache {root} may hold "
+        f"{format_bytes(limit or 0)} in all, of which {format_bytes(used_bytes(root))} are in use; raise "
         f"--download-dir-size (spec.model.cache.size)"
     )
 
 
-def _by_last_use(root: Path, wanted: Shelf) -> Sequence[tuple[Shelf, str]]:
+def _by_last_use(root: Path, wanted: ModelCache) -> Sequence[tuple[ModelCache, str]]:
     """Return evictable models (used, or partly downloaded), least recently used first. Excludes the model being fetched
     and files from other tools.
     """
     found = [
-        (_time(shelf.used(path.stem)), shelf, path.stem)
-        for shelf in Shelf.all_in(root)
-        for path in shelf.own.glob("*.use")
-        if shelf.folder != wanted.folder
-        and (shelf.record(path.stem).exists() or not shelf.looks_complete(path.stem, None))
+        (_time(model_cache.used(path.stem)), model_cache, path.stem)
+        for model_cache in ModelCache.all_in(root)
+        for path in model_cache.own.glob("*.use")
+        if model_cache.folder != wanted.folder
+        and (model_cache.record(path.stem).exists() or not model_cache.looks_complete(path.stem, None))
     ]
-    return [(shelf, commit) for _, shelf, commit in sorted(found, key=lambda one: (one[0], one[2]))]
+    return [(model_cache, commit) for _, model_cache, commit in sorted(found, key=lambda one: (one[0], one[2]))]
 
 
-def _evict(shelf: Shelf, commit: str) -> None:
+def _evict(model_cache: ModelCache, commit: str) -> None:
     """Delete a commit, unless an engine runs on it or a download of its model is in progress."""
-    with shelf.fetching() as fetching, shelf.use(commit) as use:
+    with model_cache.fetching() as fetching, model_cache.use(commit) as use:
         if not fetching.take() or not use.take():
             return
-        shelf.record(commit).unlink(missing_ok=True)
-        shutil.rmtree(shelf.snapshot(commit), ignore_errors=True)
-        shown = shelf.shown()
-        for blob in shelf.folder.glob("blobs/*"):
+        model_cache.record(commit).unlink(missing_ok=True)
+        shutil.rmtree(model_cache.snapshot(commit), ignore_errors=True)
+        shown = model_cache.shown()
+        for blob in model_cache.folder.glob("blobs/*"):
             if os.path.realpath(blob) not in shown:
                 blob.unlink(missing_ok=True)
 

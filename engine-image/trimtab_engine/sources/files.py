@@ -92,7 +92,7 @@ def weights(listing: Listing, index: str | None) -> tuple[RemoteFile, ...]:
         one = f"name one: {model.scheme}://{model.place}/{ggufs[0]}"
         remedy = "pack the one that is wanted by itself" if model.scheme is Scheme.OCI else one
         raise ModelError(f"{model}: holds {len(ggufs)} GGUF files ({names}); {remedy}")
-    raise _nothing_to_load(model, at_top)
+    raise _no_weights_error(model, at_top)
 
 
 def _indexed(model: RemoteModel, index: str) -> Sequence[str]:
@@ -120,7 +120,7 @@ def _present(listing: Listing, name: str) -> RemoteFile:
     return file
 
 
-def _nothing_to_load(model: RemoteModel, files: Sequence[RemoteFile]) -> ModelError:
+def _no_weights_error(model: RemoteModel, files: Sequence[RemoteFile]) -> ModelError:
     pickles = [file.name for file in files if file.name.endswith(PICKLE_SUFFIXES)]
     if pickles:
         offered = " (the hub's own conversion is often offered as refs/pr/N)" if model.scheme is Scheme.HUB else ""

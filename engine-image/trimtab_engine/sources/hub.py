@@ -34,7 +34,7 @@ from trimtab_engine.sources.source import (
     Checksum,
     Hashed,
     Interrupted,
-    SourceSilent,
+    SourceUnavailable,
     patiently,
 )
 
@@ -44,7 +44,7 @@ DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # also the name of a file in 
 SHA256_LENGTH = 64  # hex digits; the hub's other digest is git's SHA-1, of small files
 
 
-def say_errors_alone() -> None:
+def silence_library_logs() -> None:
     """Suppress huggingface_hub's log lines for requests and retries; the server logs its own."""
     for name in ("httpx2", "huggingface_hub"):  # the latter sets its level when it is imported: here that is done
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -70,7 +70,7 @@ class HubSource:
 
     def ask(self, model: RemoteModel, *, patient: bool = True) -> Listing:
         if self.forbidden() is not None:
-            raise SourceSilent(
+            raise SourceUnavailable(
                 f"{model}: the hub is not used, as {OFFLINE}; unset it, or, where the cache has the model, give "
                 f"the folder that trimtab-engine fetch {model} prints"
             )
@@ -84,9 +84,11 @@ class HubSource:
         except HfHubHTTPError as error:
             if error.response.status_code not in TRANSIENT:
                 raise _refused(model, error, self.endpoint) from None
-            raise SourceSilent(f"{model}: {self.shown} answers {error.response.status_code}; try again later") from None
+            raise SourceUnavailable(
+                f"{model}: {self.shown} answers {error.response.status_code}; try again later"
+            ) from None
         except httpx2.HTTPError as error:
-            raise SourceSilent(
+            raise SourceUnavailable(
                 f"{model}: {self.shown} cannot be reached ({one_line(error)}); see to the network, HTTPS_PROXY or "
                 f"HF_ENDPOINT (a mirror)"
             ) from None
@@ -112,7 +114,7 @@ class HubSource:
         except HfHubHTTPError as error:
             status = error.response.status_code
             if status == NOT_SATISFIABLE:
-                arriving.begin_anew()
+                arriving.restart()
             elif status not in TRANSIENT:
                 raise _refused(listing.model, error, self.endpoint) from None
             raise Interrupted(f"the hub answers {status}") from None
@@ -122,7 +124,7 @@ class HubSource:
             if error.errno is not None:  # the disk's; huggingface_hub's own about a wrong length has no number
                 raise
 
-    def to_have_it(self, model: RemoteModel) -> str:
+    def offline_advice(self, model: RemoteModel) -> str:
         return f"trimtab-engine fetch {model}, or hf download {model.place} --local-dir FOLDER, then give FOLDER"
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class _AsFile:
 
     def seek(self, offset: int, whence: int = 0) -> int:
         assert (offset, whence) == (0, 0)
-        self._arriving.begin_anew()
+        self._arriving.restart()
         return 0
 
     def truncate(self, size: int | None = None) -> int:

@@ -80,7 +80,7 @@ class RemoteModel:
         return self.revision or NEWEST[self.scheme]
 
     @property
-    def shelf(self) -> str:
+    def cache_folder_name(self) -> str:
         """Return the model's folder name in the cache. Hub models use the hub's own name; bucket and registry names can
         have characters that are invalid in folder names, so a digest is added.
         """

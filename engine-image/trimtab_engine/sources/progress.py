@@ -32,8 +32,8 @@ class Progress:
         if not self.total_bytes:
             return f"Another engine downloads {self.model}" if self.elsewhere else f"Asking for {self.model}"
         begin = "Another engine downloads it:" if self.elsewhere else "Downloading"
-        size = f"{self.percent:.0f} %, {said_bytes(self.done_bytes)} of {said_bytes(self.total_bytes)}"
-        left = "" if not self.rate else f", {said_seconds((self.total_bytes - self.done_bytes) / self.rate)} left"
+        size = f"{self.percent:.0f} %, {format_bytes(self.done_bytes)} of {format_bytes(self.total_bytes)}"
+        left = "" if not self.rate else f", {format_seconds((self.total_bytes - self.done_bytes) / self.rate)} left"
         return f"{begin} {size}{left}"
 
 
@@ -47,14 +47,14 @@ class Downloaded:
     @property
     def sentence(self) -> str:
         """Such as `Downloaded 28.0 GB in 4 min`."""
-        return f"Downloaded {said_bytes(self.num_bytes)} in {said_seconds(self.seconds)}"
+        return f"Downloaded {format_bytes(self.num_bytes)} in {format_seconds(self.seconds)}"
 
 
-def said_bytes(count: int) -> str:
+def format_bytes(count: int) -> str:
     return f"{count / GB:.1f} GB" if count >= GB else f"{count / MB:.0f} MB"
 
 
-def said_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -39,7 +39,7 @@ from trimtab_engine.sources.source import (
     Checksum,
     Hashed,
     Interrupted,
-    SourceSilent,
+    SourceUnavailable,
     patiently,
 )
 
@@ -118,10 +118,10 @@ class S3Source:
         """
         files, folders = self._listed(model, patient)
         if not files:
-            raise self._nothing_there(model, folders)
+            raise self._empty_prefix_error(model, folders)
         pin = pin_of(files)
         if model.is_pinned and pin != model.revision:
-            return Listing(model, str(model.revision), self._as_they_were(model, pin, patient))
+            return Listing(model, str(model.revision), self._earlier_objects(model, pin, patient))
         return Listing(model, pin, files)
 
     def checksum(self, listing: Listing, file: RemoteFile) -> Callable[[], Checksum]:
@@ -153,19 +153,19 @@ class S3Source:
         try:
             answer = self.client.get_object(**_object(listing, file), **wanted)
             if arriving.size and "ContentRange" not in answer:
-                arriving.begin_anew()
+                arriving.restart()
             for part in answer["Body"].iter_chunks(PART_BYTES):
                 arriving.write(part)
         except ClientError as error:
             code, status = _code_of(error)
             if status == 416:
-                arriving.begin_anew()
+                arriving.restart()
             elif status == 412:
                 raise ModelError(
                     f"{listing.model}: {file.name} was overwritten while it was fetched; start again, and write a new "
                     f"prefix for each version of a model"
                 ) from None
-            elif not _may_come_yet(code, status):
+            elif not _is_retryable(code, status):
                 raise self._refused(listing.model, error) from None
             raise Interrupted(f"{self.endpoint} answers {code}") from None
         except (IncompleteReadError, ConnectionError, HTTPClientError) as error:
@@ -173,7 +173,7 @@ class S3Source:
         except BotoCoreError as error:
             raise ModelError(f"{listing.model}: {one_line(error)}; {_credentials()}") from None
 
-    def to_have_it(self, model: RemoteModel) -> str:
+    def offline_advice(self, model: RemoteModel) -> str:
         return f"trimtab-engine fetch {model}"
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class S3Source:
             more = {"ContinuationToken": str(page["NextContinuationToken"])}
         return tuple(found), tuple(folders)
 
-    def _as_they_were(self, model: RemoteModel, pin_now: str, patient: bool) -> tuple[RemoteFile, ...]:
+    def _earlier_objects(self, model: RemoteModel, pin_now: str, patient: bool) -> tuple[RemoteFile, ...]:
         """The objects at the time when they had the pin. Raises ModelError where the bucket does not keep it."""
         changed = (
             f"{model}: the objects have changed since they were pinned; put those back, or take the present ones, "
@@ -220,7 +220,7 @@ class S3Source:
                 if not page.get("IsTruncated"):
                     break
                 more = {"KeyMarker": page["NextKeyMarker"], "VersionIdMarker": page["NextVersionIdMarker"]}
-        except SourceSilent:
+        except SourceUnavailable:
             raise
         except ModelError:  # listing a bucket does not imply the permission to list its versions
             raise ModelError(changed) from None
@@ -229,7 +229,7 @@ class S3Source:
                 return files
         raise ModelError(changed)
 
-    def _nothing_there(self, model: RemoteModel, folders: Sequence[str]) -> ModelError:
+    def _empty_prefix_error(self, model: RemoteModel, folders: Sequence[str]) -> ModelError:
         if folders:
             names = ", ".join(folders[:MAX_NAMED]) + (", …" if len(folders) > MAX_NAMED else "")
             return ModelError(f"{model}: holds no files, but the folders {names}; name one of them")
@@ -254,11 +254,11 @@ class S3Source:
                 return ask()
             except ClientError as error:
                 code, status = _code_of(error)
-                if not _may_come_yet(code, status):
+                if not _is_retryable(code, status):
                     raise self._refused(model, error) from None
-                raise SourceSilent(f"{model}: {self.endpoint} answers {code}; try again later") from None
+                raise SourceUnavailable(f"{model}: {self.endpoint} answers {code}; try again later") from None
             except (HTTPClientError, ConnectionError) as error:
-                raise SourceSilent(
+                raise SourceUnavailable(
                     f"{model}: {self.endpoint} cannot be reached ({one_line(error)}); see to the network, HTTPS_PROXY "
                     f"or AWS_ENDPOINT_URL (spec.model.s3.endpoint)"
                 ) from None
@@ -424,7 +424,7 @@ def _code_of(error: ClientError) -> tuple[str, int]:
     return str(response.get("Error", {}).get("Code") or status), status
 
 
-def _may_come_yet(code: str, status: int) -> bool:
+def _is_retryable(code: str, status: int) -> bool:
     return code in BUSY or status in TRANSIENT
 
 

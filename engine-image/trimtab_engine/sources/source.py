@@ -21,7 +21,7 @@ PART_BYTES = 1 << 20  # of a stream, read at once
 Answer = TypeVar("Answer")
 
 
-class SourceSilent(ModelError):
+class SourceUnavailable(ModelError):
     """Raised if the source does not respond: the cached version is used instead."""
 
 
@@ -62,7 +62,7 @@ class Arriving(Protocol):
 
     def write(self, data: object, /) -> int: ...
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Discard the existing bytes: the server ignored the range request."""
 
 
@@ -100,7 +100,7 @@ class Source(Protocol):
             ModelError: a retry would not help.
         """
 
-    def to_have_it(self, model: RemoteModel) -> str:
+    def offline_advice(self, model: RemoteModel) -> str:
         """Advice to get the model on a machine with network access, if requests are disabled."""
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def patiently(once: Callable[[], Answer], *, patient: bool = True) -> Answer:
     while True:
         try:
             return once()
-        except SourceSilent:
+        except SourceUnavailable:
             if not pauses:
                 raise
         time.sleep(pauses.pop(0))

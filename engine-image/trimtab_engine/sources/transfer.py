@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self, cast
 
 from trimtab_engine.errors import ConfigError, ModelError
-from trimtab_engine.sources.cache import Shelf
+from trimtab_engine.sources.cache import ModelCache
 from trimtab_engine.sources.files import Listing, RemoteFile
 from trimtab_engine.sources.source import Checksum, Interrupted, Source
 
@@ -31,7 +31,7 @@ def transfer(
     source: Source,
     listing: Listing,
     files: Sequence[RemoteFile],
-    shelf: Shelf,
+    model_cache: ModelCache,
     *,
     note: Callable[[int], None],
     waiting: Callable[[], None],
@@ -44,14 +44,14 @@ def transfer(
     """
     todo: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
     for file in {one.digest: one for one in files}.values():  # two names may have one content
-        if not shelf.has(file):
+        if not model_cache.has(file):
             todo.put(file)
     stop, failures = threading.Event(), queue.SimpleQueue[BaseException]()
 
     def work() -> None:
         try:
             while not stop.is_set():
-                _fetch(source, listing, todo.get_nowait(), shelf, note, stop)
+                _fetch(source, listing, todo.get_nowait(), model_cache, note, stop)
         except (queue.Empty, _Stopped):
             return
         except BaseException as error:
@@ -78,11 +78,11 @@ def _fetch(
     source: Source,
     listing: Listing,
     file: RemoteFile,
-    shelf: Shelf,
+    model_cache: ModelCache,
     note: Callable[[int], None],
     stop: threading.Event,
 ) -> None:
-    blob, incomplete = shelf.blob(file), shelf.incomplete(file)
+    blob, incomplete = model_cache.blob(file), model_cache.incomplete(file)
     checksum = source.checksum(listing, file)
     for _ in range(MAX_WRONG):
         try:
@@ -92,7 +92,7 @@ def _fetch(
         except OSError as error:
             raise _cannot_write(incomplete, error) from None
         if is_right:
-            _name(incomplete, blob, file, shelf)
+            _name(incomplete, blob, file, model_cache)
             return
         note(-incomplete.stat().st_size)
         incomplete.unlink()
@@ -102,12 +102,12 @@ def _fetch(
     )
 
 
-def _name(incomplete: Path, blob: Path, file: RemoteFile, shelf: Shelf) -> None:
+def _name(incomplete: Path, blob: Path, file: RemoteFile, model_cache: ModelCache) -> None:
     """Give a checked file its name; another writer may have been first."""
     try:
         incomplete.replace(blob)
     except FileNotFoundError:
-        if not shelf.has(file):
+        if not model_cache.has(file):
             raise
 
 
@@ -153,7 +153,7 @@ class _Incoming:
             self._checksum.update(data)
             self.size += len(data)
         if self.size > file.size:
-            self.begin_anew()
+            self.restart()
 
     @property
     def is_right(self) -> bool:
@@ -165,7 +165,7 @@ class _Incoming:
             raise _Stopped
         view = memoryview(cast(bytes, data))
         if self.size + len(view) > self._file.size:
-            self.begin_anew()
+            self.restart()
             raise Interrupted(f"received more than its {self._file.size} bytes")
         written = 0
         while written < len(view):
@@ -175,7 +175,7 @@ class _Incoming:
         self._note(len(view))
         return len(view)
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Discard the existing bytes."""
         self._note(-self.size)
         self._stream.seek(0)

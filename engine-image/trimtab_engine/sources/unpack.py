@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import IO, BinaryIO
 
 from trimtab_engine.errors import ModelError
-from trimtab_engine.sources.cache import SPARE_BYTES, Shelf
+from trimtab_engine.sources.cache import SPARE_BYTES, ModelCache
 from trimtab_engine.sources.files import MAX_TEXT_BYTES, TEXT_SUFFIXES, Listing, RemoteFile
-from trimtab_engine.sources.image import in_its_folder, is_wanted, plain_name
-from trimtab_engine.sources.progress import said_bytes
+from trimtab_engine.sources.oci_manifest import in_its_folder, is_wanted, plain_name
+from trimtab_engine.sources.progress import format_bytes
 from trimtab_engine.sources.source import PackedSource
 
 COPY_BYTES = 1 << 20
@@ -28,7 +28,7 @@ Keep = Callable[[str, int, IO[bytes]], str]
 """Handler of a file in an archive, given name, size and bytes; returns its digest, or None if it was skipped."""
 
 
-def with_unpacked(shelf: Shelf, listing: Listing) -> tuple[Listing, tuple[RemoteFile, ...]]:
+def with_unpacked(model_cache: ModelCache, listing: Listing) -> tuple[Listing, tuple[RemoteFile, ...]]:
     """Return the listing with the files of the archives, unpacked, and all blobs written: including those that a later
     layer replaced or deleted.
 
@@ -38,28 +38,28 @@ def with_unpacked(shelf: Shelf, listing: Listing) -> tuple[Listing, tuple[Remote
     written: list[RemoteFile] = []
 
     def keep(name: str, size: int, stream: IO[bytes]) -> str:
-        free = shutil.disk_usage(shelf.folder).free - SPARE_BYTES
+        free = shutil.disk_usage(model_cache.folder).free - SPARE_BYTES
         if size > free:
             raise ModelError(
-                f"{listing.model}: {name} of {said_bytes(size)} does not fit; use a larger volume, or "
+                f"{listing.model}: {name} of {format_bytes(size)} does not fit; use a larger volume, or "
                 f"another folder with --download-dir"
             )
-        written.append(RemoteFile(name, size, _as_blob(shelf, stream)))
+        written.append(RemoteFile(name, size, _as_blob(model_cache, stream)))
         return written[-1].digest
 
     def layer(archive: RemoteFile) -> BinaryIO:
-        return shelf.blob(archive).open("rb")
+        return model_cache.blob(archive).open("rb")
 
     return _unpacked(listing, layer, keep, is_stream=False), tuple(written)
 
 
-def with_described(shelf: Shelf, listing: Listing, source: PackedSource, texts: Collection[str]) -> Listing:
+def with_described(model_cache: ModelCache, listing: Listing, source: PackedSource, texts: Collection[str]) -> Listing:
     """The same without fetching the archives: of their files only `texts` are kept. In a plain archive one leaps from
     header to header; a compressed one has to be read through.
     """
 
     def keep(name: str, size: int, stream: IO[bytes]) -> str:
-        return _as_blob(shelf, stream) if posixpath.basename(name) in texts else ""
+        return _as_blob(model_cache, stream) if posixpath.basename(name) in texts else ""
 
     def layer(archive: RemoteFile) -> BinaryIO:
         return source.reader(listing, archive, STREAM_BYTES if archive.form == "gz" else LEAP_BYTES)
@@ -72,13 +72,13 @@ def _unpacked(listing: Listing, layer: Callable[[RemoteFile], BinaryIO], keep: K
     for archive in listing.archives:
         with layer(archive) as stream:
             mode = f"r|{archive.form}" if is_stream and archive.form else f"r:{archive.form}"
-            _lay_over(found, _members(listing, archive, stream, mode, keep))
+            _apply_layer(found, _members(listing, archive, stream, mode, keep))
     return replace(listing, files=in_its_folder(listing.model, (*listing.files, *found.values())), archives=())
 
 
-def _as_blob(shelf: Shelf, stream: IO[bytes]) -> str:
+def _as_blob(model_cache: ModelCache, stream: IO[bytes]) -> str:
     """Keep the bytes, in the one process that fetches; their digest."""
-    unfinished = shelf.folder / "blobs" / "unpacking.incomplete"
+    unfinished = model_cache.folder / "blobs" / "unpacking.incomplete"
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     hashed = hashlib.sha256()
     with unfinished.open("wb") as out:
@@ -89,7 +89,7 @@ def _as_blob(shelf: Shelf, stream: IO[bytes]) -> str:
     return hashed.hexdigest()
 
 
-def _lay_over(found: dict[str, RemoteFile], members: Iterator[RemoteFile]) -> None:
+def _apply_layer(found: dict[str, RemoteFile], members: Iterator[RemoteFile]) -> None:
     """Lay a layer over the lower ones."""
     own: set[str] = set()
     for file in members:

@@ -1,5 +1,4 @@
-"""Which token is proposed where a model's logits say: what the sampler would choose, so that drafts are as likely to
-stand as they can be."""
+"""Selection of draft tokens from a model's logits: the sampler's own choice, which maximises the acceptance rate."""
 
 import torch
 
@@ -15,8 +14,9 @@ ROWS_AT_ONCE = 16  # of random draws: float64 copies of more rows would only tak
 def choose_drafts(
     logits: torch.Tensor, active: list[ScheduledSequence], proposals: Proposals, *, eos_token_ids: tuple[int, ...]
 ) -> list[int]:
-    """One draft per row, behind those that each sequence has. What is random and unseeded keeps its distribution, in
-    `proposals`."""
+    """Return one draft per row, after the existing drafts of each sequence. Random, unseeded choices record their
+    distribution in `proposals`.
+    """
     logits = logits.float()
     rows: list[SampledRow] = [DraftedRequest(s.request, list(s.draft_token_ids)) for s in active]
     token_ids: list[int | None] = [None] * len(rows)

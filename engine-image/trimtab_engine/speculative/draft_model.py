@@ -1,16 +1,16 @@
-"""Drafts from a second, smaller model of the same vocabulary, which reads along: its keys and values lie under the
-target's block ids, its prompt chunks run in the step that runs the target's, and as a step begins it proposes one token
-after another for the whole batch.
+"""Drafts from a second, smaller model with the same vocabulary: its KV cache uses the target's block ids, its prompt
+chunks run in the same step as the target's, and at the start of a step it proposes one token after another for the
+whole batch.
 
 ```
 target's tokens   |--------- computed ---------| newest | draft 1 | … | draft k |
 draft model's     |------ computed ------| behind      -> draft 1 ; draft 1 -> draft 2 ; …
                             0 or 1 ______|
 ```
-It is one token behind after all of its drafts were accepted, as it has not read its own last draft. While
-num_speculative_tokens is 0 it reads nothing; afterwards it reads what it missed, as far as a step has room beside the
-target's tokens, and proposes nothing for a request until it has caught up. What it has never read (a shared block that
-was computed at depth 0) makes drafts worse, not output: every draft is verified.
+It is one token behind if all of its drafts were accepted, as it has not computed its own last draft. While
+num_speculative_tokens is 0 it computes nothing; afterwards it catches up with the tokens that still fit into steps next
+to the target's, and drafts nothing for a request until then. Tokens that it never computed (in a shared block that was
+computed at depth 0) lower the acceptance rate, but never change output: every draft is verified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,9 @@ from trimtab_engine.speculative.proposer import PLACEHOLDER, Proposals, room_for
 
 
 class DraftModel:
-    """Proposes with `runner`'s model. It reads at most `max_tokens_per_step`, or what the target reads; `eos_token_ids`
-    are the target's."""
+    """Proposer that runs `runner`'s model. It computes at most `max_tokens_per_step` tokens, or as many as the target;
+    `eos_token_ids` are the target's.
+    """
 
     waits_for_device = True
 
@@ -54,7 +55,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Proposals:
-        """Read what the target reads, then draft."""
+        """Compute the target's tokens, then draft."""
         self._num_computed = {r: n for r, n in self._num_computed.items() if not r.status.is_finished}
         reading = self._read(batch)
         proposals = Proposals()
@@ -68,7 +69,7 @@ class DraftModel:
         """Nothing: it reads tokens, and those as the next step begins."""
 
     def _run(self, sequences: list[ScheduledSequence]) -> torch.Tensor:
-        """Logits of these; the prompt's own log-probabilities are the target's to tell."""
+        """Compute logits of these rows; the target reports the prompt's log-probabilities."""
         inputs, _ = self._runner.flatten(sequences)
         inputs.scored = []
         logits = self._runner.run(inputs)
@@ -76,7 +77,7 @@ class DraftModel:
         return logits
 
     def _read(self, batch: Batch) -> list[ScheduledSequence]:
-        """What it has to compute before its first draft: the step's tokens, and what it is behind."""
+        """Return the tokens to compute before the first draft: the step's, and those it is behind."""
         reading = []
         spare = max(0, self._max_tokens_per_step - batch.num_tokens)
         for sequence in batch.sequences:

@@ -1,14 +1,14 @@
-"""Drafts from a head that reads what the model has computed (EAGLE, layers for multi-token prediction).
+"""Drafts from a head that reads the target's hidden states (EAGLE, multi-token prediction layers).
 
 ```
-end of a step    the head reads each token that stands, beside the hidden state of the one before it
-                 | … | newest - 1 |            its row there foretells the token behind the newest
-next step        | draft 1 | draft 2 | …       first from that row, then each from the row that the one before gives
+end of a step    the head computes each accepted token, with the hidden state of the previous one
+                 | … | newest - 1 |            its row predicts the token after the newest
+next step        | draft 1 | draft 2 | …       the first from that row, then each from the previous draft's row
 ```
-What it reads lies under the target's block tables, in the step that computed it, so blocks are always there. A token
-whose hidden state it has not seen, because it was computed at depth 0, is never read later: such a request gets no
-drafts until it is computed anew. In a prefix that others share the last token of a block was read beside another's next
-token: drafts there are a little worse, output is not, as every draft is verified.
+The head uses the target's block tables in the step that computed the tokens, so the blocks are always allocated. Tokens
+computed at depth 0 have no hidden state for the head, and are not computed later: such a request gets no drafts until
+it is recomputed. In a shared prefix the last token of a block was computed with another request's next token, which
+lowers the acceptance rate slightly but never changes output: every draft is verified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class HeadProposer:
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Proposals:
-        """Put drafts in the place of placeholders, one position of all sequences after another."""
+        """Replace placeholders with drafts, one position of all sequences at a time."""
         proposals = Proposals()
         active = [s for s in batch.sequences if s.draft_token_ids and s.request in self._newest]
         wanted = {s.request: len(s.draft_token_ids) for s in active}
@@ -69,7 +69,7 @@ class HeadProposer:
         return proposals
 
     def _follow(self, active: list[ScheduledSequence], hidden: torch.Tensor) -> torch.Tensor:
-        """The head's next rows: of the newest drafts, behind its own rows. hidden [sequences, hidden_size]."""
+        """Return the head's next rows: of the newest drafts, after its own rows. hidden [sequences, hidden_size]."""
         drafted = {s.request: (place, s.draft_token_ids) for place, s in enumerate(active)}
         steps = self._head.token_order(
             [ScheduledSequence(s.request, s.request.num_tokens + len(s.draft_token_ids) - 2, 1, False) for s in active]
@@ -87,7 +87,9 @@ class HeadProposer:
 
     @torch.inference_mode()
     def learn(self, batch: Batch, inputs: StepInputs, new: Mapping[Request, list[int]]) -> None:
-        """Read the step's tokens, each beside the hidden state of the one before it: those of the prompt, and `new`."""
+        """Compute the step's tokens, each with the hidden state of the previous token: those of the prompt, and
+        `new`.
+        """
         self._forget_finished()
         token_ids: list[int] = []
         newest: list[tuple[Request, int]] = []

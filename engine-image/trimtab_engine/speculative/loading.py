@@ -1,4 +1,6 @@
-"""The proposer that the configuration asks for; what drafts is loaded, measured, given its part of the KV cache."""
+"""Creation of the configured proposer: loads the draft model, measures its memory, and assigns its part of the KV
+cache.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -23,21 +25,26 @@ from trimtab_engine.speculative.ngram import NgramProposer
 from trimtab_engine.speculative.proposer import Proposer
 
 HEADS = {"eagle": EAGLE, "mtp": DEEPSEEK_MTP, "deepseek_mtp": DEEPSEEK_MTP}
-"""The heads that draft, by the method that asks for them. Adding one is a file in models/ and a line here."""
+"""Draft heads by speculative method. To add one, add a file in models/ and a line here."""
 PROBABILITY_BYTES = 4  # a draft's distribution is kept in float32 until it is verified
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What speculation brings to start-up. `draft` runs a draft model, or a head that drafts; None with n-grams. Beside
-    several ranks a draft model is whole on the engine core's: a draft is one small step after another, so collectives
-    in each would cost more than dividing it saves."""
+    """Speculation at start-up. `draft` runs a draft model or a draft head; None for n-grams. With several ranks a draft
+    model runs unsharded on the engine core's rank: a draft is a sequence of small steps, in which collectives would
+    cost more than sharding saves.
+    """
 
     draft: ModelRunner | HeadRunner | None
 
     @classmethod
     def load(cls, config: EngineConfig, device: Device, runner: ModelRunner) -> "Speculation | None":
-        """Read the weights of what drafts, if there are some. Raises ConfigError where it does not fit the target."""
+        """Read the draft weights, if any.
+
+        Raises:
+            ConfigError: the draft model does not fit the target.
+        """
         speculative = config.speculative
         if speculative is None:
             return None
@@ -54,11 +61,11 @@ class Speculation:
             config,
             model=speculative.model,
             quantization=None,  # as its checkpoint has them
-            max_model_len="auto",  # its own; what it is given of the KV cache has the target's length
+            max_model_len="auto",  # its own configuration; its KV cache has the target's length
             pipeline_layer_partition=None,
             eplb=None,
-            limit_mm_per_prompt={},  # it reads the tokens alone
-            adapters=None,  # drafts are the model's own: what an adapter changes they may guess wrong
+            limit_mm_per_prompt={},  # it reads text tokens only
+            adapters=None,  # drafts ignore adapters, which lowers the acceptance rate only
             load_format="dummy" if config.load_format == "dummy" else "auto",
         )
         draft = load_model_runner(ModelRunner, own, device, lambda stage, percent: None)
@@ -72,16 +79,16 @@ class Speculation:
         return cls(draft)
 
     def weights(self, target: ModelRunner) -> Weights:
-        """What goes and comes back when the engine sleeps at level 2 and wakes up."""
+        """Objects that are released and restored when the engine sleeps at level 2 and wakes up."""
         return target if self.draft is None else _BothWeights(target, self.draft)
 
     @property
     def kv_layers(self) -> KVLayers | None:
-        """What drafts need of the KV cache."""
+        """Return the KV cache layers of the draft model."""
         return None if self.draft is None else self.draft.kv_layers
 
     def measure(self, config: EngineConfig, formula: MemoryFormula) -> MemoryFormula:
-        """The formula with what drafts take: weights, activations, the distributions of drafts, KV."""
+        """Extend the memory formula by the draft's weights, activations, distributions and KV cache."""
         if self.draft is None:
             return formula
         peak = self.draft.profile(config.max_num_batched_tokens_cap, config.max_num_seqs_cap)
@@ -99,7 +106,7 @@ class Speculation:
         )
 
     def proposer(self, config: EngineConfig, target: ModelRunner) -> Proposer:
-        """With the target's KV cache in place."""
+        """Create the proposer, once the target's KV cache is allocated."""
         assert config.speculative is not None
         if self.draft is None:
             return NgramProposer(config.speculative)
@@ -117,7 +124,7 @@ def _check_one_block_table(model: str, groups: tuple[KVGroup, ...]) -> None:
     """Raise NotSupportedError for layers that do not all see alike."""
     if len(groups) > 1 or groups[0].each.window is not None:
         raise NotSupportedError(
-            f"{FLAG}: what drafts keeps its tokens under the target's block table, but {model} has layers that see a "
+            f"{FLAG}: the draft model uses the target's block table, but {model} has layers with a "
             f"window, which is not supported; use the method ngram"
         )
 
@@ -126,13 +133,13 @@ def _check_alone(config: EngineConfig, target: ModelFacts) -> None:
     """Raise NotSupportedError where other cores compute parts of the model."""
     if config.data_parallel_size > 1 and target.whole.moe is not None:
         raise NotSupportedError(
-            f"{FLAG}: a head that drafts beside a mixture of experts over --data-parallel-size "
+            f"{FLAG}: a draft head with an MoE model over --data-parallel-size "
             f"{config.data_parallel_size} is not supported; use ngram or draft_model, or one core"
         )
 
 
 class _BothWeights:
-    """The target's, and behind them those of what drafts: they sleep and wake up together."""
+    """The target's layers, followed by the draft's: they sleep and wake up together."""
 
     def __init__(self, *runners: Weights) -> None:
         self._runners = runners

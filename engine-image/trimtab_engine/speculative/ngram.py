@@ -21,7 +21,7 @@ from trimtab_engine.scheduling.step_inputs import StepInputs
 from trimtab_engine.speculative.proposer import Proposals, room_for_drafts
 
 Tokens = npt.NDArray[np.int64]
-SPARE = 256  # tokens of room that a grown array gets beyond what it holds
+SPARE = 256  # extra capacity in tokens when an array grows
 
 
 def propose_ngram(tokens: Tokens, *, min_n: int, max_n: int, num_tokens: int) -> list[int]:
@@ -92,7 +92,7 @@ class _Text:
         self._length = 0
 
     def up_to_date(self, token_ids: list[int]) -> Tokens:
-        """All of `token_ids`, of which only those that are new since the last call are copied."""
+        """Return all of `token_ids`; only tokens that are new since the last call are copied."""
         length = len(token_ids)
         if length > len(self._array):
             grown: Tokens = np.empty(length + max(SPARE, length // 2), dtype=np.int64)

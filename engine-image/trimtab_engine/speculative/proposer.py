@@ -1,4 +1,4 @@
-"""What the engine asks of a proposer, whichever it is: drafts between two steps, or as a step begins."""
+"""Interface of proposers: drafts between two steps, or at the start of a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ PLACEHOLDER = 0  # a token id that schedules room for a draft until propose() kn
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """How the drafts of a step were drawn.
+    """Distribution of a step's drafts.
 
-    `probabilities` has, for each request whose drafts were drawn at random, one row [vocab_size] per draft: the
-    distribution that it was drawn from. Every other draft is certain: its distribution is all on itself.
+    `probabilities` has one row [vocab_size] per draft for each request with randomly drawn drafts: the distribution
+    that the draft was drawn from. Every other draft is deterministic, with probability 1.
     """
 
     probabilities: dict[Request, list[torch.Tensor]] = field(default_factory=dict)
@@ -28,21 +28,26 @@ class Proposer(Protocol):
     """Makes drafts. `depth` is the live num_speculative_tokens; with 0 nothing is proposed."""
 
     waits_for_device: bool
-    """Whether propose() waits for what it has the device compute."""
+    """True if propose() waits for the device."""
 
     def prepare(self, requests: Sequence[Request], depth: int) -> None:
-        """Between two steps: set request.draft_token_ids of these running requests, whose newest token is not computed
-        yet. What is set is scheduled as far as budget, blocks and lengths allow."""
+        """Set request.draft_token_ids of these running requests between two steps, before their newest token is
+        computed. Drafts are scheduled as far as budget, blocks and lengths allow.
+        """
 
     def propose(self, batch: Batch) -> Proposals:
-        """With the blocks of the step in place: make the drafts final, in each sequence's draft_token_ids. Not called
-        at depth 0."""
+        """Finalise the drafts in each sequence's draft_token_ids, once the step's blocks are allocated. Not called at
+        depth 0.
+        """
 
     def learn(self, batch: Batch, inputs: StepInputs, new: Mapping[Request, list[int]]) -> None:
-        """As the step ends, behind propose(): what it was computed from, and the tokens that each request that samples
-        got of it. The model's hidden states are those of this step."""
+        """Process the end of a step, after propose(): its input, and the tokens that each sampled request got. The
+        model's hidden states are those of this step.
+        """
 
 
 def room_for_drafts(request: Request, depth: int) -> int:
-    """How many drafts could be of use: the step yields one token more than it accepts, up to max_num_tokens."""
+    """Return the maximum useful number of drafts: a step yields one token more than it accepts, up to
+    max_num_tokens.
+    """
     return max(0, min(depth, request.max_num_tokens - request.num_tokens - 1))

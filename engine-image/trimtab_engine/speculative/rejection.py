@@ -1,14 +1,14 @@
-"""Which drafts stand: every token that comes out is distributed as if the model alone had drawn it.
+"""Rejection sampling of drafts: output tokens have the same distribution as without speculation.
 
-- A draft that is certain (of an n-gram, of a greedy request) and every draft of a seeded request is compared with
-  what the sampler itself draws in its place, and stands while they are equal. For a certain draft d that is rejection
-  sampling: it stands with probability p(d), and what replaces it follows p without d. For seeded requests draft and
-  target use the same noise at the same position, so the tokens are those of the same seed without speculation.
-- A draft drawn from a distribution q stands when u < p(d) / q(d), u uniform; the first that falls is replaced by a
-  draw from max(p - q, 0), renormalised; when all stand, one more token is drawn from p (Leviathan et al. 2023,
-  arXiv:2211.17192, theorem 1). In float64, so that rounding moves no probability that a test could see.
+- A deterministic draft (of an n-gram, of a greedy request) and every draft of a seeded request is compared with the
+  sampler's own token at that position, and accepted if they are equal. For a deterministic draft d this is rejection
+  sampling: it is accepted with probability p(d), and its replacement follows p without d. For seeded requests draft and
+  target use the same noise at the same position, so the tokens equal those of the same seed without speculation.
+- A draft drawn from a distribution q is accepted if u < p(d) / q(d), u uniform; the first rejected one is replaced by a
+  draw from max(p - q, 0), renormalised; if all are accepted, one more token is drawn from p (Leviathan et al. 2023,
+  arXiv:2211.17192, theorem 1). In float64, so that rounding errors are far below sampling noise.
 
-p is what the sampler draws from at that position: penalties, masks, temperature, top-k, top-p and min-p are applied
+p is the sampler's distribution at that position: penalties, masks, temperature, top-k, top-p and min-p are applied
 first, with the drafts before the position counted as output.
 """
 
@@ -31,12 +31,12 @@ ROWS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """One sequence's new tokens: the drafts that stand, and one more. `logprobs` has an entry for each, or is None."""
+    """One sequence's new tokens: the accepted drafts, and one more. `logprobs` has an entry for each, or is None."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     failure: Failure | None = None
-    """Why none could be chosen behind its newest token, or behind drafts that stand."""
+    """Reason why no token could be chosen after its newest token, or after accepted drafts."""
 
 
 @torch.inference_mode()
@@ -48,8 +48,9 @@ def verify(
     eos_token_ids: tuple[int, ...] = (),
     masks: TokenMasks | None = None,
 ) -> list[Verified]:
-    """Judge a step's drafts. `sequences` are those that sample; logits [rows, vocab_size] has 1 + number of
-    drafts rows for each, in order, and may be changed in place. `masks` are for rows of it."""
+    """Verify a step's drafts. `sequences` are those that sample; logits [rows, vocab_size] has 1 + number of drafts
+    rows for each, in order, and may be changed in place. `masks` are for rows of it.
+    """
     logits = logits.float()
     if masks is not None:
         apply_masks(logits, masks)
@@ -84,13 +85,13 @@ def verify(
 
 
 def drafted_rows(sequence: ScheduledSequence) -> list[SampledRow]:
-    """Whose next token each of the sequence's rows of logits is for."""
+    """Return the request, with accepted drafts, of each of the sequence's rows of logits."""
     drafts = sequence.draft_token_ids
     return [sequence.request, *(DraftedRequest(sequence.request, drafts[: n + 1]) for n in range(len(drafts)))]
 
 
 def _groups(indices: list[int], sizes: list[int]) -> list[list[int]]:
-    """Cut into groups of ROWS_AT_ONCE rows or fewer, a sequence that has more alone."""
+    """Split into groups of at most ROWS_AT_ONCE rows; a sequence with more rows is a group by itself."""
     groups: list[list[int]] = []
     used = ROWS_AT_ONCE
     for index in indices:
@@ -105,7 +106,7 @@ def _groups(indices: list[int], sizes: list[int]) -> list[list[int]]:
 def _compare(
     logits: torch.Tensor, rows: list[list[SampledRow]], drafts: list[list[int]], eos_token_ids: tuple[int, ...]
 ) -> list[Verified]:
-    """Draw at every row as the sampler does; drafts stand while they are what was drawn."""
+    """Sample every row; accept drafts while they equal the sampled token."""
     if not rows:
         return []
     sampled = sample(logits, [row for own in rows for row in own], eos_token_ids=eos_token_ids)
@@ -121,10 +122,10 @@ def _compare(
 
 
 def _until_failure(tokens: list[int], failed: Mapping[int, Failure], first: int) -> tuple[list[int], Failure | None]:
-    """The tokens before the first row, counted from `first`, that none could be chosen from.
+    """Return the tokens before the first row, counted from `first`, without a valid token.
 
-    Behind the end of a grammar there is no token, where its end is banned as well: a request whose drafts reach it has
-    ended with what stands before it. One that has not fails in its next step, where that row is its first.
+    After the end of a grammar there is no valid token if the end token is banned as well: a request whose drafts reach
+    it has ended before it. A request that has not ended fails in its next step, where that row is its first.
     """
     place = next((n for n in range(len(tokens)) if first + n in failed), None)
     if place is None:
@@ -133,7 +134,7 @@ def _until_failure(tokens: list[int], failed: Mapping[int, Failure], first: int)
 
 
 def _num_equal(token_ids: list[int], drafts: list[int]) -> int:
-    """How many leading drafts are the tokens that were drawn in their places."""
+    """Return the number of leading drafts that equal the sampled tokens."""
     return next((n for n, draft in enumerate(drafts) if token_ids[n] != draft), len(drafts))
 
 
@@ -165,7 +166,8 @@ def _reject(
 
 def reject(target: torch.Tensor, drafts: list[list[int]], draft: torch.Tensor) -> list[list[int]]:
     """The rejection rule. target [sum(1 + drafts), vocab_size] float64, p of every row in order of the sequences;
-    draft [sum(drafts), vocab_size] float64, q of every draft in the same order. Returns each sequence's tokens."""
+    draft [sum(drafts), vocab_size] float64, q of every draft in the same order. Returns each sequence's tokens.
+    """
     device = target.device
     ids = torch.tensor([token for own in drafts for token in own], dtype=torch.int64, device=device)
     counts = [len(own) for own in drafts]

@@ -10,8 +10,8 @@ layers.0.…           model.layers.0.…
 from collections.abc import Mapping
 from typing import Any
 
+from trimtab_engine.weights.language_model_weights import Half
 from trimtab_engine.weights.source import WeightSource
-from trimtab_engine.weights.text_half import Half
 
 EMBEDDINGS, PREFIX, OUTPUT = "embed_tokens.weight", "model.", "lm_head.weight"
 SINGLE_RANK, WHOLE = "Model", "ForCausalLM"

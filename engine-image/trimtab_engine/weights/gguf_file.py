@@ -1,5 +1,5 @@
 """A GGUF file, or several parts of one model: blocks of 4 to 8 bits as stored, or dequantised to float32 while reading.
-The configuration is read from the metadata (gguf_words.py).
+The configuration is read from the metadata (gguf_metadata.py).
 
 llama.cpp stores the q and k projections of some architectures with adjacent rotary pairs; `tensor` undoes that, so that
 both formats have the same tensors (transformers pairs element i with i + head_size / 2).
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError, one_line
-from trimtab_engine.weights.gguf_parts import parts_of
-from trimtab_engine.weights.gguf_words import (
+from trimtab_engine.weights.gguf_metadata import (
     COUNT,
     TEXT,
     Metadata,
@@ -22,6 +21,7 @@ from trimtab_engine.weights.gguf_words import (
     end_tokens,
     pooling_type,
 )
+from trimtab_engine.weights.gguf_parts import parts_of
 from trimtab_engine.weights.packing import Packing
 from trimtab_engine.weights.source import Span
 

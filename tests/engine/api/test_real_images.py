@@ -133,7 +133,7 @@ def as_image(url: str) -> dict[str, Any]:
         (as_image("http://2130706433/"), "nothing is fetched"),
         (as_image("data:image/png;base64,AAAA"), "none of image/png"),
         (as_image(data_url(encoded(CAT)[:-50])), "cannot be decoded"),
-        (as_image(data_url(encoded(CAT), "image/gif")), "said to be image/gif, but is image/png"),
+        (as_image(data_url(encoded(CAT), "image/gif")), "declared type is image/gif, but it is image/png"),
         (as_image(data_url(a_png_of_zeros(10_000, 10_000))), "10000 x 10000 pixels; at most 33554432 are decoded"),
         ({"type": "video_url", "video_url": {"url": data_url(a_gif_of(50_000), "image/gif")}}, "more than 768 frames"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "content of type input_audio"),

@@ -19,7 +19,7 @@ from trimtab_engine.messages.requests import (
     StepStats,
 )
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
-from trimtab_engine.multimodal.mirror import Sender
+from trimtab_engine.multimodal.sender_receiver_cache import Sender
 from trimtab_engine.scheduling.sampling import Sampling
 
 TIMEOUT_MILLISECONDS = 60_000

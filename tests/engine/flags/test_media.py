@@ -34,7 +34,7 @@ def test_listed_folder_and_hosts_are_allowed(tmp_path: Path) -> None:
 def test_invalid_folder_or_host_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--allowed-local-media-path .* is not a folder"):
         media_sources(arguments("--allowed-local-media-path", str(tmp_path / "none")))
-    with pytest.raises(ConfigError, match=r"--allowed-media-domains: '\*' is no host"):
+    with pytest.raises(ConfigError, match=r"--allowed-media-domains: '\*' is not a host"):
         media_sources(arguments("--allowed-media-domains", "*"))
 
 

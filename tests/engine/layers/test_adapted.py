@@ -51,11 +51,11 @@ def with_room(
 ) -> AdaptedLinear:
     if vars(adapted)["is_stacked"]:
         stacked = StackedAdaptedLinear(base, parts, AdapterRows(torch.device("cpu")), num_rows)
-        stacked.make_rooms(1 + max(slots), RANK, torch.empty(0))
+        stacked.reserve_slots(1 + max(slots), RANK, torch.empty(0))
         return stacked
     projection = AdaptedLinear(base, parts, AdapterRows(), num_rows)
     for slot in slots:
-        projection.make_room(slot, RANK, torch.empty(0))
+        projection.reserve_slot(slot, RANK, torch.empty(0))
     return projection
 
 

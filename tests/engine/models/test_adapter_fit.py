@@ -26,7 +26,7 @@ def check(folder: Path, modules: dict[str, tuple[int, int]], max_rank: int = 16,
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], [QUERY], "all-linear", ["self_attn.q_proj", "embed_tokens"]])
-def test_one_whose_modules_the_model_has_fits(tmp_path: Path, targets: Any) -> None:
+def test_adapter_with_known_modules_fits(tmp_path: Path, targets: Any) -> None:
     check(tmp_path, {QUERY: (6, 8)}, 4, target_modules=targets)
 
 
@@ -38,16 +38,16 @@ def test_one_whose_modules_the_model_has_fits(tmp_path: Path, targets: Any) -> N
             {},
             "it adapts model.layers.7.self_attn.q_proj, which this model",
         ),
-        ({QUERY: (6, 9)}, {}, r"q_proj is \[6, 9\], the model's is \[6, 8\]; serve it beside the model that it was"),
+        ({QUERY: (6, 9)}, {}, r"q_proj is \[6, 9\], the model's is \[6, 8\]; serve it with the model that it was"),
         ({QUERY: (6, 8)}, {"rank": 17}, "its rank is 17, above --max-lora-rank 16; raise that to 17"),
-        ({QUERY: (6, 8)}, {"target_modules": ["q_proj", "c_attn"]}, "target_modules has c_attn, which is no module of"),
-        ({QUERY: (6, 8)}, {"target_modules": ["proj"]}, "target_modules has proj, which is no module of this model"),
+        ({QUERY: (6, 8)}, {"target_modules": ["q_proj", "c_attn"]}, "has c_attn, which is not a module of"),
+        ({QUERY: (6, 8)}, {"target_modules": ["proj"]}, "target_modules has proj, which is not a module of"),
         ({EXPERT: (4, 8)}, {}, "adapters of experts of a mixture are not supported; merge it into the model"),
         ({"lm_head": (97, 8)}, {}, "adapters of the output layer are not supported"),
         ({"model.embed_tokens": (97, 8)}, {}, "adapters of the embeddings are not supported"),
     ],
 )
-def test_one_that_does_not_fit_is_refused_with_what_does_not(
+def test_adapter_mismatch_is_rejected_with_reason(
     tmp_path: Path, modules: dict[str, tuple[int, int]], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"adapter sql .*{message}"):

@@ -1,5 +1,6 @@
 """Adapters against transformers with the adapters merged into its weights, in float32: two of them and the model alone
-in one batch, whatever the engine does with the requests."""
+in one batch, whatever the engine does with the requests.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ SWAP = {"preemption_mode": "swap", "swap_space_bytes": 4 << 20, "swap_space_byte
     ],
     ids=["chunked and preempted", "chunked and swapped, steps overlapping", "in one step"],
 )
-def test_two_adapters_and_the_model_in_one_batch_give_the_tokens_of_merged_weights(
+def test_mixed_adapter_batch_equals_merged_weights(
     checkpoint: Checkpoint, changes: dict[str, Any], mode: str | None
 ) -> None:
     """Twice, so that the second round begins from the prefix cache; what it has of one adapter is nobody else's."""

@@ -1,5 +1,6 @@
 """Adapters with the steps of a device: inputs at fixed places, graphs, each row's slot told to kernels. The tokens are
-those of the CPU's own steps, whatever is padded, replayed, loaded or unloaded."""
+those of the CPU's own steps, whatever is padded, replayed, loaded or unloaded.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +178,7 @@ def test_after_a_deep_sleep_adapters_are_where_graphs_are_recorded_anew(
         assert generate(engine, requests()) == expected
 
 
-def test_what_room_there_is_holds_the_largest_rank(model: Path, adapters: AdapterConfig) -> None:
+def test_adapter_slots_hold_the_largest_rank(model: Path, adapters: AdapterConfig) -> None:
     with steps_of_a_device():
         engine = an_engine(model, adapters=adapters)
     sizes = {tuple(own._down.shape[:2]) for own in projections_of(engine) if own._down is not None}

@@ -61,7 +61,7 @@ def test_the_engine_without_compiled_operators_gives_the_same_tokens(
     assert tokens(checkpoint, chunk) == expected
 
 
-def test_which_operators_compute_is_said(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_selected_operators_are_logged(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     library = native_library()
     if not isinstance(library, NativeLibrary):
         pytest.skip("no compiled operators here")

@@ -82,7 +82,7 @@ def test_an_architecture_that_is_not_built_has_facts_too(tmp_path: Path) -> None
     assert (facts["num_layers"], facts["num_experts"], facts["num_parameters"]) == (3, 8, 5)
 
 
-def test_what_cannot_be_read_is_a_model_error(tmp_path: Path) -> None:
+def test_facts_unreadable_config_raises_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no model at"):
         model_facts(str(tmp_path / "missing"))
 

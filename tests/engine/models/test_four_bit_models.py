@@ -13,11 +13,11 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import library_for
 from trimtab_engine.layers.moe import StackedExperts
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
-from trimtab_engine.models.decoder import head_rows, load_attention, load_mixture, load_mlp
+from trimtab_engine.models.decoder import head_rows, load_attention, load_mlp, load_moe
 from trimtab_engine.models.facts import model_facts
-from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.models.weight_memory import weight_memory_bytes
 from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
@@ -218,9 +218,9 @@ def test_the_bytes_before_loading_are_those_that_are_held(
     tensors = expected_tensors(parse_model_config(DENSE, {}, "config.json"))
     small = num_quantizable(tensors)
     others = sum(tensor.num_elements for tensor in tensors.values()) - small
-    held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    held = weight_memory_bytes(source, tensors, None, torch.float32, CPU)
     assert held == 4 * others + (4 * small if block_bytes is None else small * block_bytes // 32)
-    assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (small + others)
+    assert weight_memory_bytes(source, tensors, None, torch.bfloat16, CPU) == 2 * (small + others)
     if block_bytes is not None:
         assert bytes_of(a_loader(source), DENSE) == held - 4 * others
 
@@ -240,14 +240,14 @@ def bytes_of(load: Loader, words: dict[str, Any]) -> int:
 
 
 @needs_compiled
-def test_projections_of_one_product_in_several_orders_are_counted_and_named_as_restored(tmp_path: Path) -> None:
+def test_projections_in_several_orders_count_as_restored(tmp_path: Path) -> None:
     source = opened(a_model(tmp_path, RECIPES["gptq, in several orders"]))
     tensors = expected_tensors(parse_model_config(DENSE, {}, "config.json"))
     together = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")
     restored = sum(held.num_elements for name, held in tensors.items() if name.endswith(together))
     small = num_quantizable(tensors)
     others = sum(tensor.num_elements for tensor in tensors.values()) - small
-    held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    held = weight_memory_bytes(source, tensors, None, torch.float32, CPU)
     assert held == 4 * (others + restored) + (small - restored) * 18 // 32
     load = a_loader(source)
     assert bytes_of(load, DENSE) == held - 4 * others
@@ -263,11 +263,12 @@ def test_projections_of_one_product_in_several_orders_are_counted_and_named_as_r
     [(Recipe("awq"), ("down_proj",)), (Recipe("gptq", is_symmetric=True, is_ordered=True), ("down_proj", "o_proj"))],
     ids=["awq", "in an order of its own"],
 )
-def test_what_a_rank_s_part_has_restored_is_counted_so(
+def test_restored_parts_of_a_rank_are_counted_as_restored(
     tmp_path: Path, recipe: Recipe, is_restored: tuple[str, ...]
 ) -> None:
     """Of 96 columns of the down projection two ranks get 48 each, which cut a block; of an order of its own every part
-    of a row does."""
+    of a row does.
+    """
     source = opened(a_model(tmp_path, recipe))
     config = parse_model_config(DENSE, {}, "config.json")
     tensors = expected_tensors(config)
@@ -277,7 +278,7 @@ def test_what_a_rank_s_part_has_restored_is_counted_so(
     others = sum(tensor.num_elements for tensor in tensors.values()) - small
     for rank in (0, 1):
         shard = shard_model(config, Layout(tensor=2), rank)
-        held = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
+        held = weight_memory_bytes(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
         assert held == 4 * (others + cut) + (small - cut) * size // 32
         load = a_loader(source)
         for name, columns in (("mlp.down_proj", shard.mlp), ("self_attn.o_proj", head_rows(shard.heads, 16))):
@@ -296,10 +297,10 @@ def test_experts_are_counted_as_they_are_held(tmp_path: Path) -> None:
     experts = sum(tensor.num_elements for tensor in tensors.values() if tensor.part == "experts")
     small = num_quantizable(tensors)
     others = sum(tensor.num_elements for tensor in tensors.values()) - small
-    assert bytes_to_hold(source, tensors, None, torch.float32, CPU) == 4 * others + small * 20 // 32
+    assert weight_memory_bytes(source, tensors, None, torch.float32, CPU) == 4 * others + small * 20 // 32
     config = parse_model_config(MIXTURE, {}, "config.json")
     moving_ones = shard_model(config, Layout(tensor=2, expert=True), 0, num_redundant_experts=0)
-    moving = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=moving_ones)
+    moving = weight_memory_bytes(source, tensors, None, torch.float32, CPU, config=config, shard=moving_ones)
     assert moving == 4 * (others + experts) + (small - experts) * 20 // 32
 
 
@@ -310,7 +311,7 @@ def test_experts_are_multiplied_in_blocks(tmp_path: Path, words: dict[str, Any])
     config = parse_model_config(words, {}, "config.json")
     layer = next(layer for layer in range(config.num_layers) if config.is_moe_layer(layer))
     shard = shard_model(config, Layout(), 0)
-    mixture = load_mixture(config, f"model.layers.{layer}.mlp.", shard, SINGLE_RANK, load)
+    mixture = load_moe(config, f"model.layers.{layer}.mlp.", shard, SINGLE_RANK, load)
     assert not isinstance(mixture.experts, StackedExperts)
     assert len(mixture.experts) == len(shard.experts)
     for expert in mixture.experts:
@@ -343,7 +344,7 @@ def test_an_output_layer_in_four_bits_is_multiplied_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "changed", "words"),
     [
-        ("qzeros", None, r"up_proj.qzeros is missing; \[2, 12\] is needed beside qweight"),
+        ("qzeros", None, r"up_proj.qzeros is missing; \[2, 12\] is needed with qweight"),
         ("scales", torch.ones(3, 96), r"up_proj.scales is \[3, 96\]; \[2, 96\] is needed"),
         ("g_idx", torch.zeros(63, dtype=torch.int32), r"up_proj.g_idx is \[63\]; \[64\] is needed"),
         ("g_idx", torch.full((64,), 2, dtype=torch.int32), "up_proj.g_idx names groups 2 to 2; there are 2"),

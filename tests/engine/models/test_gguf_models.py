@@ -265,10 +265,10 @@ def test_a_part_alone_is_refused_by_name(tmp_path: Path) -> None:
     ):
         open_model(str(second))
     second.rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelError, match=f"and {second.name} is not beside it; all of them are needed"):
+    with pytest.raises(ModelError, match=f"and {second.name} is missing; all of them are needed"):
         open_model(str(first))
     whole = first.rename(tmp_path / "whole.gguf")
-    with pytest.raises(ModelError, match=rf"whole.gguf: says that it is one of {2 + len(others)} parts of a model"):
+    with pytest.raises(ModelError, match=rf"whole.gguf: is one of {2 + len(others)} parts of a model"):
         open_model(str(whole))
 
 
@@ -291,7 +291,7 @@ def test_parts_of_two_models_are_told_by_their_tensors(tmp_path: Path) -> None:
         ("llama.rope.scaling.type", "longrope", "rope type 'longrope' is not supported"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, key: str, value: Any, why: str) -> None:
+def test_metadata_unsupported_is_rejected(tmp_path: Path, key: str, value: Any, why: str) -> None:
     with pytest.raises(ModelError, match=why):
         parsed(a_file_that_says(tmp_path / "model.gguf", key, value))
 

@@ -1,5 +1,6 @@
 """Families whose layers do not all see alike, against transformers on tiny random checkpoints with every branch on: on
-the bare runner, and in engines that preempt, swap, find prefixes and are resized meanwhile."""
+the bare runner, and in engines that preempt, swap, find prefixes and are resized meanwhile.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def a_config(folder: Path, changes: dict[str, Any]) -> EngineConfig:
 
 
 @pytest.mark.parametrize("changes", [{}, SWAP, {"async_scheduling": True}], ids=["recompute", "swap", "overlapping"])
-def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transformers(
+def test_requests_get_transformers_tokens_under_any_scheduling(
     checkpoint: tuple[Path, Any], references: list[Reference], changes: dict[str, Any]
 ) -> None:
     """In chunks, preempted, from the prefix cache in the second round, while the KV cache shrinks and grows."""
@@ -138,7 +139,11 @@ def test_steps_of_a_device_give_them_the_same(
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
-        ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries, of full_attention; supported are 4"),
+        (
+            "gemma3",
+            {"layer_types": ["full_attention"]},
+            "layer_types has 1 entries, of full_attention; supported are 4",
+        ),
         ("gpt-oss", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is above num_local_experts 6"),
         *(
             (
@@ -171,7 +176,7 @@ def test_steps_of_a_device_give_them_the_same(
         ),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+def test_config_unsupported_is_rejected(name: str, changes: dict[str, Any], message: str) -> None:
     model_class, _, config = FAMILIES[name]
     with pytest.raises(ModelError, match=message):
         parse_model_config(config | {"architectures": [model_class.__name__]} | changes, {}, "config.json")
@@ -188,7 +193,7 @@ def test_layers_that_predict_further_tokens_are_left_alone(tmp_path: Path) -> No
         check_tensors(config, open_model(str(tmp_path)))
 
 
-def test_what_is_not_said_is_as_transformers_reads_it() -> None:
+def test_config_defaults_equal_transformers() -> None:
     """Released configurations leave out most of what transformers knows."""
     said = {key: SIZES[key] for key in SIZES if key not in ("head_dim", "sliding_window", "max_position_embeddings")}
     gemma = parse_model_config(said | {"architectures": ["Gemma3ForCausalLM"]}, {}, "config.json")

@@ -123,7 +123,7 @@ def test_half_precision_is_close(dtype: str, tmp_path: Path) -> None:
     assert float(error) < 0.05
 
 
-def test_a_configuration_of_absurdly_many_layers_is_refused_before_their_names_are_listed(tmp_path: Path) -> None:
+def test_config_with_absurd_layer_count_is_rejected_early(tmp_path: Path) -> None:
     a_checkpoint(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))

@@ -8,12 +8,12 @@ import torch
 from tiled_model import CONFIG, a_tile, pixels, the_reference
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models.checkpoint import check_tower
+from trimtab_engine.models.checkpoint import check_vision_encoder
 from trimtab_engine.models.facts import model_facts
-from trimtab_engine.models.llama4_tower import TileTower
-from trimtab_engine.models.llama4_vision import parse_vision, tower_tensors
+from trimtab_engine.models.llama4_vision import parse_vision, vision_encoder_tensors
+from trimtab_engine.models.llama4_vision_encoder import Llama4VisionEncoder
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.registry import open_tower, parse_model_config, sees_images
+from trimtab_engine.models.registry import open_vision_encoder, parse_model_config, takes_images
 from trimtab_engine.multimodal.patches import as_float32
 from trimtab_modelspec.config_reader import ConfigReader
 from trimtab_modelspec.families.registry import language_model_config
@@ -39,8 +39,9 @@ def the_vision(said: dict[str, Any]) -> VisionConfig:
 
 @torch.inference_mode()
 def test_the_tower_makes_the_embeddings_of_transformers(reference: Any, checkpoint: str) -> None:
-    tower = TileTower(
-        the_vision(SAID), Loader(open_tower(checkpoint), torch.float32, torch.device("cpu"), lambda count: None)
+    tower = Llama4VisionEncoder(
+        the_vision(SAID),
+        Loader(open_vision_encoder(checkpoint), torch.float32, torch.device("cpu"), lambda count: None),
     )
     for seed in range(2):
         tile = a_tile(seed)
@@ -53,10 +54,12 @@ def test_the_tower_makes_the_embeddings_of_transformers(reference: Any, checkpoi
 
 
 def test_a_checkpoint_holds_exactly_the_tensors_of_its_tower(checkpoint: str) -> None:
-    source = open_tower(checkpoint)
-    check_tower({name: tensor.shape for name, tensor in tower_tensors(the_vision(SAID)).items()}, source)
+    source = open_vision_encoder(checkpoint)
+    check_vision_encoder(
+        {name: tensor.shape for name, tensor in vision_encoder_tensors(the_vision(SAID)).items()}, source
+    )
     assert model_facts(checkpoint)["tower_bytes"] == 4 * sum(math.prod(shape) for shape in source.shapes().values())
-    assert sees_images(checkpoint)
+    assert takes_images(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,7 @@ def test_a_single_row_is_its_own_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_table_as_wide_as_the_vocabulary_is_looked_up_and_multiplied_as_it_is_stored(
-    stored: torch.dtype, tmp_path: Path
-) -> None:
+def test_padded_vocabulary_table_is_used_as_stored(stored: torch.dtype, tmp_path: Path) -> None:
     load, tensors = a_loader(tmp_path, stored, torch.float32)
     table, expected = load.vocabulary("0.a.weight", rows=None), tensors["0.a.weight"].float()
     index = torch.tensor([3, 0, 3, 7])

@@ -97,7 +97,7 @@ def test_a_window_that_is_not_said_is_the_one_that_transformers_reads() -> None:
         ({"sliding_window": 0}, "sliding_window is 0; a positive whole number is needed"),
     ],
 )
-def test_what_is_not_built_or_absurd_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+def test_config_unsupported_or_absurd_is_rejected(changes: dict[str, Any], words: str) -> None:
     config = SIZES | {"architectures": ["MistralForCausalLM"]} | changes
     with pytest.raises(ModelError, match=words):
         parse_model_config(config, {}, "config.json")

@@ -14,11 +14,11 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import library_for
 from trimtab_engine.layers.moe import StackedExperts
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
-from trimtab_engine.models.decoder import load_mixture
+from trimtab_engine.models.decoder import load_moe
 from trimtab_engine.models.facts import model_facts
-from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.models.weight_memory import weight_memory_bytes
 from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
@@ -127,7 +127,7 @@ def test_a_published_model_computes_what_its_experts_stand_for(tmp_path: Path, d
 def test_experts_are_held_in_four_bits_and_a_half(tmp_path: Path) -> None:
     source, config = opened(a_model(tmp_path)), parse_model_config(CONFIG, {}, "config.json")
     load = Loader(source, torch.float32, CPU, lambda count: None)
-    mixture = load_mixture(config, "model.layers.0.mlp.", shard_model(config, Layout(), 0), SINGLE_RANK, load)
+    mixture = load_moe(config, "model.layers.0.mlp.", shard_model(config, Layout(), 0), SINGLE_RANK, load)
     assert not isinstance(mixture.experts, StackedExperts)
     sizes = [[product.native.weight.numel() * 4 for product in (mlp.gate_up, mlp.down) if product.native]
              for mlp in mixture.experts]  # fmt: skip
@@ -142,14 +142,14 @@ def test_the_bytes_before_loading_are_those_that_are_held(tmp_path: Path) -> Non
     tensors = expected_tensors(config)
     numbers = {name: 2 * EXPERTS * WIDE * HIDDEN * count for name, count in (("gate_up", 2), ("down", 1))}
     others = sum(held.num_elements for held in tensors.values()) - sum(numbers.values())
-    held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    held = weight_memory_bytes(source, tensors, None, torch.float32, CPU)
     assert held == 4 * others + sum(numbers.values()) * 18 // 32
-    assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (others + sum(numbers.values()))
+    assert weight_memory_bytes(source, tensors, None, torch.bfloat16, CPU) == 2 * (others + sum(numbers.values()))
     second = shard_model(config, Layout(tensor=2), 1)
-    cut = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=second)
+    cut = weight_memory_bytes(source, tensors, None, torch.float32, CPU, config=config, shard=second)
     assert cut == 4 * (others + numbers["down"]) + numbers["gate_up"] * 18 // 32
     moving = shard_model(config, Layout(tensor=2, expert=True), 0, num_redundant_experts=0)
-    held = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=moving)
+    held = weight_memory_bytes(source, tensors, None, torch.float32, CPU, config=config, shard=moving)
     assert held == 4 * (others + sum(numbers.values()))
 
 
@@ -172,7 +172,7 @@ def test_powers_of_two_that_float16_does_not_hold_are_restored(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("part", "changed", "words"),
     [
-        ("scales", None, r"down_proj_scales is missing; \[4, 64, 3\] is needed beside .*down_proj_blocks"),
+        ("scales", None, r"down_proj_scales is missing; \[4, 64, 3\] is needed with .*down_proj_blocks"),
         ("scales", torch.ones(4, 64, 2).byte(), r"down_proj_scales is \[4, 64, 2\]; \[4, 64, 3\] is needed"),
         ("scales", torch.full((4, 64, 3), 255, dtype=torch.uint8), "down_proj_scales has scales that are NaN"),
         ("scales", torch.ones(4, 64, 3), "down_proj_scales is torch.float32, not torch.uint8"),

@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from trimtab_engine.layers.linear import Linear, library_for
 from trimtab_engine.layers.vocabulary import LmHead, VocabularyEmbedding
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
-from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader, packed_source
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.models.weight_memory import weight_memory_bytes
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
 from trimtab_engine.runner.loading import log_restored_weights
@@ -150,7 +150,7 @@ def test_rows_of_two_types_are_multiplied_together_as_they_are_stored(tmp_path: 
     assert load.restored == []
 
 
-def test_a_model_of_llama_cpps_usual_mixture_computes_what_its_restored_weights_compute(tmp_path: Path) -> None:
+def test_mixed_gguf_types_equal_dequantised_weights(tmp_path: Path) -> None:
     source = a_gguf(tmp_path / "model.gguf", kinds_of_q4_k_m)
     packed = logprobs(tmp_path / "model.gguf")
     torch.testing.assert_close(packed, logprobs(restored(source, tmp_path / "restored")), atol=2e-3, rtol=1e-4)
@@ -193,7 +193,7 @@ def test_the_vocabulary_is_looked_up_and_multiplied_as_it_is_stored(tmp_path: Pa
     torch.testing.assert_close(logits, x @ source.tensor(name).t(), atol=1e-3, rtol=1e-4)
 
 
-def test_a_table_is_looked_up_where_the_file_is_mapped_so_that_the_packed_one_is_the_only_copy(tmp_path: Path) -> None:
+def test_mapped_embedding_table_is_not_copied(tmp_path: Path) -> None:
     load = a_loader(a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0"))
     first, second = (load.vocabulary("model.embed_tokens.weight", rows=(8, 16)) for _ in range(2))
     assert isinstance(first, QuantisedBlocks)
@@ -207,22 +207,23 @@ def test_the_bytes_before_loading_are_those_that_are_held(tmp_path: Path, kind: 
     tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))
     projections = sum(tensor.num_elements for name, tensor in tensors.items() if "proj" in name)
     others = sum(tensor.num_elements for name, tensor in tensors.items() if "proj" not in name)
-    held = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    held = weight_memory_bytes(source, tensors, None, torch.float32, CPU)
     assert held == projections * size // numbers + 4 * others
-    assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (projections + others)
+    assert weight_memory_bytes(source, tensors, None, torch.bfloat16, CPU) == 2 * (projections + others)
 
 
-def test_what_a_rank_s_cut_has_restored_is_counted_restored(tmp_path: Path) -> None:
+def test_restored_cut_of_a_rank_is_counted_as_restored(tmp_path: Path) -> None:
     """Of the down projection's 512 columns four ranks get 128 each, of the output projection's 256 two blocks' halves:
-    both cut blocks of 256."""
+    both cut blocks of 256.
+    """
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_K" if "proj" in tensor else "F32")
     config = parse_model_config(CONFIG | {"num_key_value_heads": 4}, {}, "model.gguf")
     tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))
-    whole = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    whole = weight_memory_bytes(source, tensors, None, torch.float32, CPU)
     columns = sum(t.num_elements for name, t in tensors.items() if "down_proj" in name or "o_proj" in name)
     for parts, cut in ((1, 0), (4, columns)):
         shard = shard_model(config, Layout(tensor=parts), parts - 1)
-        held = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
+        held = weight_memory_bytes(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
         assert held == whole + cut * 4 - cut * 148 // 256
 
 
@@ -231,16 +232,16 @@ def test_types_that_change_within_a_rank_s_panel_are_counted_restored(tmp_path: 
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0" if "up_proj" in tensor else "Q4_0")
     config = parse_model_config(CONFIG | {"num_attention_heads": 32, "num_key_value_heads": 32}, {}, "model.gguf")
     tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))
-    whole = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    whole = weight_memory_bytes(source, tensors, None, torch.float32, CPU)
     gate_and_up = sum(t.num_elements for name, t in tensors.items() if "gate_proj" in name or "up_proj" in name)
     downs = sum(t.num_elements for name, t in tensors.items() if "down_proj" in name or "o_proj" in name)
     shard = shard_model(config, Layout(tensor=32), 31)
-    held = bytes_to_hold(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
+    held = weight_memory_bytes(source, tensors, None, torch.float32, CPU, config=config, shard=shard)
     packed = gate_and_up // 2 * 34 // 32 + gate_and_up // 2 * 18 // 32 + downs * 18 // 32
     assert held == whole + 4 * (gate_and_up + downs) - packed
 
 
-def test_what_was_asked_for_or_computes_otherwise_is_not_packed(tmp_path: Path) -> None:
+def test_other_backends_do_not_pack(tmp_path: Path) -> None:
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_0")
     assert packed_source(source, torch.float32, CPU, None) is source
     assert packed_source(source, torch.bfloat16, CPU, None) is None

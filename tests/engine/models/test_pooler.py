@@ -70,7 +70,7 @@ def test_the_pooling_module_says_how_and_a_normalize_module_whether(
         (("Transformer", "Pooling"), {"pooling_mode_lasttoken": True, "include_prompt": False}, "include_prompt false"),
     ],
 )
-def test_what_would_give_other_vectors_is_refused_by_name(
+def test_unsupported_pooling_modules_are_rejected(
     tmp_path: Path, modules: tuple[str, ...], pooling: dict[str, Any], wrong: str
 ) -> None:
     say(tmp_path, *modules, **pooling)
@@ -78,7 +78,7 @@ def test_what_would_give_other_vectors_is_refused_by_name(
         pooling_of_checkpoint(tmp_path)
 
 
-def test_where_the_module_s_folder_is_missing_a_flag_may_say_it(tmp_path: Path) -> None:
+def test_missing_pooling_folder_can_be_replaced_by_flag(tmp_path: Path) -> None:
     say(tmp_path, "Transformer", "Pooling", "Normalize", pooling_mode_lasttoken=True)
     (tmp_path / "1_Pooling" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"names a Pooling module, but there is no .*1_Pooling/config\.json; copy it"):
@@ -157,7 +157,7 @@ def test_a_decoder_without_output_layer_embeds_by_its_name(
     assert facts["weights_bytes"] == pytest.approx(stored, rel=0.02)
 
 
-def test_it_is_pooled_as_its_files_say_unless_a_flag_says_otherwise(
+def test_pooling_flag_overrides_checkpoint_files(
     bare: Callable[..., Path], saved: tuple[Path, np.ndarray[Any, Any]]
 ) -> None:
     folder, states = bare(), saved[1]
@@ -167,7 +167,7 @@ def test_it_is_pooled_as_its_files_say_unless_a_flag_says_otherwise(
     np.testing.assert_allclose(embedded(folder, pooler=cut), states[-1][:7] / np.linalg.norm(states[-1][:7]), atol=1e-5)
 
 
-def test_one_that_pools_its_first_token_is_refused_with_the_reason_and_what_would_do(bare: Callable[..., Path]) -> None:
+def test_cls_pooling_is_rejected_with_remedy(bare: Callable[..., Path]) -> None:
     folder = bare()
     say(folder, "Transformer", "Pooling", pooling_mode_cls_token=True)
     with pytest.raises(
@@ -182,7 +182,7 @@ def test_a_decoder_whose_tokens_see_those_behind_them_is_refused(
     bare: Callable[..., Path], name: str, value: bool
 ) -> None:
     with pytest.raises(
-        ModelError, match=f"{name} is {str(value).lower()}, so each token of this Qwen3ForCausalLM sees"
+        ModelError, match=f"{name} is {str(value).lower()}, so this Qwen3ForCausalLM uses bidirectional"
     ):
         embedded(bare(**{name: value}))
     assert embedded(bare(**{name: not value})).shape == (64,)

@@ -105,7 +105,7 @@ def test_float8_products_are_within_the_rounding_of_the_activations(
     assert 0 < float(error.mean()) < 0.25, "log-probabilities here are of order 1 to 10"
 
 
-def test_dummy_weights_of_a_quantised_configuration_are_quantised_as_they_are_made(tmp_path: Path) -> None:
+def test_dummy_weights_of_quantised_config_are_quantised(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"quantization_config": FP8}))
     engine = an_engine(tmp_path, load_format="dummy")
     assert engine.config()["envelope"]["quantization"] == "fp8"

@@ -101,7 +101,7 @@ def test_the_number_of_parameters_is_the_checkpoints(variant: tuple[Any, Any, di
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 is above num_experts 6"),
     ],
 )
-def test_what_is_not_built_or_absurd_is_one_clear_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_config_unsupported_or_absurd_error_is_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     a_checkpoint(tmp_path, *VARIANTS["qwen3-moe"])
     config = json.loads((tmp_path / "config.json").read_text())
     config["num_experts"] = config.pop("num_local_experts", 6)

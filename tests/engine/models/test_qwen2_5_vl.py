@@ -9,12 +9,12 @@ import pytest
 import torch
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models.checkpoint import check_tower
+from trimtab_engine.models.checkpoint import check_vision_encoder
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.qwen2_5_vl_facts import parse_vision, tower_tensors
-from trimtab_engine.models.qwen2_5_vl_tower import Tower
-from trimtab_engine.models.registry import open_tower, parse_model_config
+from trimtab_engine.models.qwen2_5_vl_vision import parse_vision, vision_encoder_tensors
+from trimtab_engine.models.qwen2_5_vl_vision_encoder import VisionEncoder
+from trimtab_engine.models.registry import open_vision_encoder, parse_model_config
 from trimtab_engine.multimodal.items import MultiModalItem
 from trimtab_engine.multimodal.positions import RopePositions
 from trimtab_modelspec.config_reader import ConfigReader
@@ -62,8 +62,8 @@ def the_vision(said: dict[str, Any]) -> VisionConfig:
 def test_the_tower_makes_the_embeddings_of_transformers(
     grid: tuple[int, int, int], reference: Any, checkpoint: str
 ) -> None:
-    load = Loader(open_tower(checkpoint), torch.float32, torch.device("cpu"), lambda count: None)
-    tower = Tower(the_vision(SAID), load)
+    load = Loader(open_vision_encoder(checkpoint), torch.float32, torch.device("cpu"), lambda count: None)
+    tower = VisionEncoder(the_vision(SAID), load)
     rows = torch.randn(grid[0] * grid[1] * grid[2], ROW_SIZE, generator=torch.Generator().manual_seed(1))
     expected = reference.model.visual(rows, grid_thw=torch.tensor([grid])).pooler_output
     made = tower(rows, grid)
@@ -72,19 +72,19 @@ def test_the_tower_makes_the_embeddings_of_transformers(
 
 
 def test_a_checkpoint_holds_exactly_the_tensors_of_its_tower(checkpoint: str) -> None:
-    shapes = {name: tensor.shape for name, tensor in tower_tensors(the_vision(SAID)).items()}
-    check_tower(shapes, open_tower(checkpoint))
+    shapes = {name: tensor.shape for name, tensor in vision_encoder_tensors(the_vision(SAID)).items()}
+    check_vision_encoder(shapes, open_vision_encoder(checkpoint))
     name, shape = shapes.popitem()
     with pytest.raises(ModelError, match=f"1 tensors that are not used, first {name}"):
-        check_tower(shapes, open_tower(checkpoint))
+        check_vision_encoder(shapes, open_vision_encoder(checkpoint))
     with pytest.raises(ModelError, match=f"tensor {name} is .*, config.json implies"):
-        check_tower(shapes | {name: (*shape, 1)}, open_tower(checkpoint))
+        check_vision_encoder(shapes | {name: (*shape, 1)}, open_vision_encoder(checkpoint))
     with pytest.raises(ModelError, match=r"lack 1 tensors, first blocks\.9"):
-        check_tower(shapes | {name: shape, "blocks.9": (1,)}, open_tower(checkpoint))
+        check_vision_encoder(shapes | {name: shape, "blocks.9": (1,)}, open_vision_encoder(checkpoint))
 
 
 def test_facts_tell_what_the_tower_takes(checkpoint: str, tmp_path: Path) -> None:
-    shapes = open_tower(checkpoint).shapes()
+    shapes = open_vision_encoder(checkpoint).shapes()
     assert model_facts(checkpoint)["tower_bytes"] == 4 * sum(math.prod(shape) for shape in shapes.values())
     (tmp_path / "config.json").write_text(json.dumps(SAID | {"vision_config": {"hidden_act": "gelu"}}))
     assert "tower_bytes" not in model_facts(str(tmp_path), load_format="dummy"), "one that is not supported"

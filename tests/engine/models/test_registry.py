@@ -16,7 +16,7 @@ import trimtab_engine
 from engine_benchmarks.parity import greedy_generator, load_runner
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models import registry
-from trimtab_engine.models.by_transformers.seeing import TOWER
+from trimtab_engine.models.by_transformers.vision import TOWER
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.registry import BY_ARCHITECTURE, FAMILIES, GGUF_NAMES, parse_model_config
 from trimtab_engine.speculative.loading import HEADS

@@ -16,11 +16,11 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.layers.linear import library_for
 from trimtab_engine.layers.moe import StackedExperts
 from trimtab_engine.models.checkpoint import expected_shapes, expected_tensors
-from trimtab_engine.models.decoder import load_attention, load_mixture
+from trimtab_engine.models.decoder import load_attention, load_moe
 from trimtab_engine.models.facts import model_facts
-from trimtab_engine.models.held_bytes import bytes_to_hold
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.models.weight_memory import weight_memory_bytes
 from trimtab_engine.parallel.groups import SINGLE_RANK
 from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import shard_model
@@ -223,9 +223,9 @@ def test_matrices_are_held_as_small_as_the_products_take_them(tmp_path: Path, na
     tensors = expected_tensors(parse_model_config(DENSE, {}, "config.json"))
     small = num_quantizable(tensors)
     others = sum(tensor.num_elements for tensor in tensors.values()) - small
-    counted = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    counted = weight_memory_bytes(source, tensors, None, torch.float32, CPU)
     assert counted == 4 * others + round(small * (4 if held is None else held[1]))
-    assert bytes_to_hold(source, tensors, None, torch.bfloat16, CPU) == 2 * (small + others)
+    assert weight_memory_bytes(source, tensors, None, torch.bfloat16, CPU) == 2 * (small + others)
     if held is None:
         assert blocks is None
         return
@@ -244,7 +244,7 @@ def test_matrices_are_held_as_small_as_the_products_take_them(tmp_path: Path, na
 def test_experts_are_multiplied_as_they_are_stored(tmp_path: Path) -> None:
     load = a_loader(opened(a_model(tmp_path, RECIPES["FP8-dynamic"], MIXTURE)))
     config = parse_model_config(MIXTURE, {}, "config.json")
-    mixture = load_mixture(config, "model.layers.0.mlp.", shard_model(config, Layout(), 0), SINGLE_RANK, load)
+    mixture = load_moe(config, "model.layers.0.mlp.", shard_model(config, Layout(), 0), SINGLE_RANK, load)
     assert not isinstance(mixture.experts, StackedExperts)
     for expert in mixture.experts:
         assert expert.gate_up.native is not None
@@ -266,7 +266,7 @@ def test_ignored_projections_beside_quantised_ones_are_restored_and_named(tmp_pa
     )
     small = num_quantizable(tensors)
     others = sum(tensor.num_elements for tensor in tensors.values()) - small
-    counted = bytes_to_hold(source, tensors, None, torch.float32, CPU)
+    counted = weight_memory_bytes(source, tensors, None, torch.float32, CPU)
     assert counted == 4 * (others + small) - (3 * (small - restored) if load.is_packed else 0)
 
 
@@ -354,11 +354,11 @@ NAN8 = torch.full((96, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
         ("FP8-dynamic", "weight_scale", torch.full((96, 1), torch.nan), "up_proj.weight_scale has scales that are NaN"),
         ("FP8-dynamic", "weight", NAN8, "up_proj.weight has NaN in it"),
         ("FP8-dynamic", "weight", torch.ones(96, 64), "up_proj.weight has scales, but is torch.float32"),
-        ("FP8-dynamic", "weight", None, "up_proj.weight is missing beside .*up_proj.weight_scale"),
+        ("FP8-dynamic", "weight", None, "up_proj.weight is missing, but .*up_proj.weight_scale exists"),
         ("AutoFP8", "weight_scale", torch.ones(2), r"up_proj.weight_scale is \[2\]; \[1\] is needed"),
         ("W8A8", "weight_scale", None, "up_proj.weight is int8 without"),
         ("W8A8, with zero points", "weight_zero_point", None, r"weight_zero_point is missing; \[96, 1\] is needed"),
-        ("W4A16", "weight_scale", None, "up_proj.weight_scale is missing beside .*up_proj.weight_packed"),
+        ("W4A16", "weight_scale", None, "up_proj.weight_scale is missing, but .*up_proj.weight_packed exists"),
         ("W4A16", "weight_shape", torch.tensor([96, 65]), r"weight_shape says \[96, 65\], but .* holds \[96, 64\]"),
         ("W4A16", "weight_packed", torch.ones(96, 8), "up_proj.weight_packed is torch.float32, not torch.int32"),
         ("W4A16, in an order", "weight_g_idx", None, r"up_proj.weight_g_idx is missing; \[64\] is needed"),

@@ -17,7 +17,7 @@ from trimtab_engine.multimodal.decoding import (
     decode_frame_list,
     decode_image,
     decode_video,
-    kept_frames,
+    sampled_frame_indices,
 )
 
 LIMITS = DecodeLimits(max_bytes=1 << 20, max_pixels=10_000, max_frames=8, num_frames=4)
@@ -124,8 +124,8 @@ def test_frames_are_sampled_at_even_distances() -> None:
 
 
 def test_the_first_and_the_last_frame_are_always_kept() -> None:
-    assert kept_frames(3, 4) == [0, 1, 2]
-    assert kept_frames(100, 4) == [0, 33, 66, 99]
+    assert sampled_frame_indices(3, 4) == [0, 1, 2]
+    assert sampled_frame_indices(100, 4) == [0, 33, 66, 99]
 
 
 @pytest.mark.usefixtures("frozen_gc")

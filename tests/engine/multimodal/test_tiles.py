@@ -18,10 +18,10 @@ from trimtab_engine.multimodal.checkpoint import (
     read_tile_tokens,
 )
 from trimtab_engine.multimodal.items import MultiModalItem, Patches
-from trimtab_engine.multimodal.mirror import Sender
 from trimtab_engine.multimodal.placeholders import expand
 from trimtab_engine.multimodal.processor_cache import ProcessorCache
 from trimtab_engine.multimodal.reader import MediaReader
+from trimtab_engine.multimodal.sender_receiver_cache import Sender
 from trimtab_engine.multimodal.sources import NOTHING_ELSE
 from trimtab_engine.multimodal.tiles import Llama4Tokens, tiles_of
 from trimtab_engine.offline.media import OfflineMedia
@@ -118,7 +118,7 @@ def test_a_server_and_the_offline_class_cut_a_picture_alike(tmp_path: Path) -> N
     assert offline == served
     assert [span.item.patches for span in own] == [span.item.patches for span in spans]
     assert len(spans) == 5  # 2 x 2 tiles and the whole
-    with pytest.raises(InvalidRequest, match="this model takes no videos"):
+    with pytest.raises(InvalidRequest, match="this model does not accept videos"):
         media.expand_placeholders([5], {"video": [picture]})
 
 

@@ -36,7 +36,7 @@ def test_the_largest_that_is_loaded_is_rehearsed() -> None:
     first, second = (slots.take(Linear(torch.zeros(4, 4)), [AdaptedPart(name)], [4]) for name in ("first", "second"))
     for slot, projection, rank in ((0, first, 2), (1, first, 1), (1, second, 2)):
         assert isinstance(projection, AdaptedLinear)
-        projection.make_room(slot, rank, torch.empty(0))
+        projection.reserve_slot(slot, rank, torch.empty(0))
     profiling_adapter = slots.profiling_adapter()
     assert profiling_adapter is not None
     assert profiling_adapter.slot == 1

@@ -8,9 +8,9 @@ import torch
 import vision_model
 from fake_device import CUDA, NoWaiting, a_fake_device, variants
 from tiled_model import a_tile
-from trimtab_engine.models.family import Tower
+from trimtab_engine.models.family import VisionEncoder
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.registry import parse_model_config, tower_of
+from trimtab_engine.models.registry import parse_model_config, vision_encoder_of
 from trimtab_engine.multimodal.items import MultiModalItem
 from trimtab_engine.multimodal.patches import as_float32
 from trimtab_engine.runner.item_encoder import ItemEncoder, convert_patches, shares
@@ -64,11 +64,11 @@ class ShapesAlone:
         return torch.empty(shape, device=CUDA)
 
 
-def a_tower(said: dict[str, Any], architecture: str) -> Tower:
+def a_tower(said: dict[str, Any], architecture: str) -> VisionEncoder:
     """Inside a_fake_device()."""
     config = {**said, "architectures": [architecture]}
     text = parse_model_config(config, {}, "config.json")
-    kind = tower_of(text)
+    kind = vision_encoder_of(text)
     assert kind is not None
     vision = kind.parse(ConfigReader(language_model_config(config), {}, "config.json"), text)
     source: Any = ShapesAlone({name: tensor.shape for name, tensor in kind.tensors(vision).items()})

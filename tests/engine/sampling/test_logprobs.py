@@ -1,7 +1,7 @@
 """Reports of chosen tokens: what a row says, whoever else is in it."""
 
 import torch
-from trimtab_engine.sampling.logprobs import judge_rows, report_logprobs, report_rows, reports_of
+from trimtab_engine.sampling.logprobs import report_logprobs, report_rows, reports_of, score_rows
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 
 RAW = torch.tensor([[-3.0, -1.0, -2.0, -4.0], [-0.5, -5.0, -6.0, -0.25]])
@@ -15,7 +15,7 @@ def test_a_report_names_the_chosen_token_and_the_likeliest_ones() -> None:
 
 
 def test_device_logprobs_are_read_later() -> None:
-    judged = judge_rows(RAW, torch.tensor([2, 1]), 1)
+    judged = score_rows(RAW, torch.tensor([2, 1]), 1)
     assert judged.shape == (2, 4)
     assert judged.dtype == torch.int32
     assert reports_of(judged, [2, 1], [1, None]) == [TokenLogprobs([2, 1], [-2.0, -1.0], rank=2), None]

@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 import pytest
 import torch
-from trimtab_engine.sampling.pooling import add_up, finished, is_number, pool
+from trimtab_engine.sampling.pooling import add_up, finished, is_finite, pool
 from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
@@ -82,4 +82,4 @@ def test_zeros_have_no_length_and_stay_zeros() -> None:
 
 @pytest.mark.parametrize(("value", "is_one"), [(1.0, True), (float("nan"), False), (float("inf"), False)])
 def test_nan_is_detected(value: float, is_one: bool) -> None:
-    assert is_number(rows(1.0, value)) is is_one
+    assert is_finite(rows(1.0, value)) is is_one

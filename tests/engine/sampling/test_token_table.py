@@ -25,13 +25,13 @@ def penalised(*output: int) -> Request:
 
 
 def counts(table: TokenTable, request: Request) -> list[int]:
-    places = table.lend([DeviceRow(request)])[request]
+    places = table.assign_rows([DeviceRow(request)])[request]
     assert places.counts is not None
     return table.words[places.counts][:VOCABULARY].tolist()
 
 
 def choose(table: TokenTable, row: DeviceRow, token: int) -> None:
-    places = table.lend([row])[row.request]
+    places = table.assign_rows([row])[row.request]
     assert places.counts is not None
     table.count([places], torch.tensor([places.counts]), torch.tensor([token]))
 
@@ -49,7 +49,7 @@ def test_biases_add_up_and_forbid() -> None:
 
 
 def test_plain_request_gets_no_rows(table: TokenTable) -> None:
-    assert table.lend([DeviceRow(a_request(temperature=0.5, logprobs=1))]) == {}
+    assert table.assign_rows([DeviceRow(a_request(temperature=0.5, logprobs=1))]) == {}
 
 
 def test_a_chosen_token_is_counted_before_the_host_knows_it(table: TokenTable) -> None:
@@ -70,20 +70,22 @@ def test_tokens_that_were_chosen_elsewhere_are_counted_too(table: TokenTable) ->
 def test_rows_of_requests_that_ended_are_lent_again(table: TokenTable) -> None:
     ended, kept, new = penalised(1), penalised(2), penalised(3)
     both = a_request(presence_penalty=1.0, logit_bias={1: 1.0})
-    table.lend([DeviceRow(ended), DeviceRow(kept)])
+    table.assign_rows([DeviceRow(ended), DeviceRow(kept)])
     ended.status = RequestStatus.FINISHED_LENGTH
-    place = table.lend([DeviceRow(kept)])[kept].counts
-    table.lend([DeviceRow(new), DeviceRow(penalised(4))])
-    assert table.lend([DeviceRow(kept)])[kept].counts == place, "one that lives keeps its row while there are others"
+    place = table.assign_rows([DeviceRow(kept)])[kept].counts
+    table.assign_rows([DeviceRow(new), DeviceRow(penalised(4))])
+    assert table.assign_rows([DeviceRow(kept)])[kept].counts == place, (
+        "one that lives keeps its row while there are others"
+    )
     assert table.has_room_for([both, kept])
-    assert set(table.lend([DeviceRow(both), DeviceRow(kept)])) == {both, kept}
+    assert set(table.assign_rows([DeviceRow(both), DeviceRow(kept)])) == {both, kept}
 
 
 def test_a_request_that_lost_its_row_gets_it_as_it_would_be(table: TokenTable) -> None:
     lost = penalised(1)
     choose(table, DeviceRow(lost), 5)
     others = [penalised(number) for number in range(3)]
-    table.lend([DeviceRow(other) for other in others])
+    table.assign_rows([DeviceRow(other) for other in others])
     lost.token_ids.append(5)
     assert counts(table, lost) == counts_of(lost, VOCABULARY).tolist()
 

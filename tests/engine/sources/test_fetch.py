@@ -12,7 +12,7 @@ from hub_repository import REPO, SHARD_BYTES, a_repository
 from huggingface_hub import constants
 from trimtab_engine.errors import ConfigError, ModelError
 from trimtab_engine.sources import source, transfer
-from trimtab_engine.sources.cache import Shelf
+from trimtab_engine.sources.cache import ModelCache
 from trimtab_engine.sources.fetch import Fetched, fetch
 from trimtab_engine.sources.name import RemoteModel, Scheme
 from trimtab_engine.sources.progress import Progress
@@ -113,14 +113,14 @@ def test_a_file_that_always_comes_wrong_is_never_used(hub: HubServer, options: F
     with pytest.raises(ModelError, match=f"{FIRST} was received 2 times with a wrong checksum"):
         fetch(MODEL, options)
     assert options.folder is not None
-    shelf = Shelf.of(options.folder, MODEL)
-    assert not shelf.is_complete(hub.commit(REPO), None)
-    assert not shelf.snapshot(hub.commit(REPO)).joinpath(FIRST).exists()
+    model_cache = ModelCache.of(options.folder, MODEL)
+    assert not model_cache.is_complete(hub.commit(REPO), None)
+    assert not model_cache.snapshot(hub.commit(REPO)).joinpath(FIRST).exists()
 
 
 def test_a_hub_that_stumbles_is_asked_again(hub: HubServer, options: FetchOptions) -> None:
     hub.faults.statuses = [503, 429, 500]
-    with pytest.raises(source.SourceSilent, match="answers 500; try again later"):
+    with pytest.raises(source.SourceUnavailable, match="answers 500; try again later"):
         fetch(MODEL, options)
     hub.faults.statuses = [502]
     fetched(MODEL, options)
@@ -154,7 +154,7 @@ def test_offline_what_another_tool_fetched_is_found(
 ) -> None:
     found = fetched(MODEL, options)
     assert options.folder is not None
-    shutil.rmtree(Shelf.of(options.folder, MODEL).own)
+    shutil.rmtree(ModelCache.of(options.folder, MODEL).own)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetched(MODEL, options).path == found.path
     found.path.joinpath(SECOND).unlink()
@@ -221,7 +221,7 @@ def test_a_disk_that_is_too_small_is_said_before_any_weight_comes(
 ) -> None:
     usage = shutil.disk_usage("/")._replace(free=SHARD_BYTES)
     monkeypatch.setattr("trimtab_engine.sources.cache.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(ModelError, match=r"1 MB are still to be downloaded, and .* has 0 MB free; use a larger volume"):
+    with pytest.raises(ModelError, match=r"1 MB are still missing, and .* has 0 MB free; use a larger volume"):
         fetch(MODEL, options)
     assert hub.asked_for(FIRST) == []
 
@@ -265,12 +265,12 @@ def test_the_longest_unused_model_goes_when_room_is_needed(
     assert options.folder is not None
     found = [fetched(model, options) for model in models[:2]]
     for age, one in ((10, found[0]), (100, found[1])):  # the second was used longer ago
-        use = Shelf.of(options.folder, one.model).used(one.commit)
+        use = ModelCache.of(options.folder, one.model).used(one.commit)
         os.utime(use, (use.stat().st_mtime - age,) * 2)
     fetched(models[2], options)
     assert found[0].path.exists()
     assert not found[1].path.exists()
-    assert not [*Shelf.of(options.folder, models[1]).folder.glob("blobs/*")]
+    assert not [*ModelCache.of(options.folder, models[1]).folder.glob("blobs/*")]
 
 
 def test_a_download_that_was_given_up_goes_too(hub: HubServer, options: FetchOptions, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_download_that_was_given_up_goes_too(hub: HubServer, options: FetchOpt
     with pytest.raises(ModelError, match="a wrong checksum"):
         fetch(replace(MODEL, place="org/other"), options)
     hub.faults.wrong.clear()
-    begun = Shelf.of(options.folder or Path(), replace(MODEL, place="org/other"))
+    begun = ModelCache.of(options.folder or Path(), replace(MODEL, place="org/other"))
     assert [*begun.folder.glob("blobs/*")]
     fetched(MODEL, replace(options, limit_bytes=2 * SHARD_BYTES + 4096))
     assert not [*begun.folder.glob("blobs/*")]

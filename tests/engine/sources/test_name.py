@@ -80,9 +80,9 @@ def test_only_what_can_mean_nothing_else_is_a_pin() -> None:
 
 def test_models_of_one_name_lie_apart_in_the_cache() -> None:
     places = ("a/tiny", "b/tiny", "a/x/tiny")
-    shelves = {RemoteModel(scheme, place).shelf for scheme in Scheme for place in places}
-    assert len(shelves) == 9
-    assert all("/" not in shelf for shelf in shelves)
+    folders = {RemoteModel(scheme, place).cache_folder_name for scheme in Scheme for place in places}
+    assert len(folders) == 9
+    assert all("/" not in folder for folder in folders)
 
 
 @pytest.mark.parametrize("path", ["/models/llm", "model.gguf", "./a/b", "file:///a/b", "a/b/c"])

@@ -20,12 +20,12 @@ from hub_repository import SHARD_BYTES, a_repository
 from trimtab_engine.cli import main
 from trimtab_engine.errors import ModelError
 from trimtab_engine.sources import source, transfer
-from trimtab_engine.sources.cache import Shelf
+from trimtab_engine.sources.cache import ModelCache
 from trimtab_engine.sources.fetch import Fetched, describe, fetch
 from trimtab_engine.sources.files import Listing, RemoteFile
 from trimtab_engine.sources.name import RemoteModel, Scheme
 from trimtab_engine.sources.s3 import HashedInParts, S3Source
-from trimtab_engine.sources.source import FetchOptions, SourceSilent
+from trimtab_engine.sources.source import FetchOptions, SourceUnavailable
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 NUMBERS = itertools.count()
@@ -209,15 +209,15 @@ def test_wrong_checksum_is_retried_then_rejected(
     with pytest.raises(ModelError, match=f"{FIRST} was received 2 times with a wrong checksum"):
         fetch(model, options)
     assert options.folder is not None
-    shelf = Shelf.of(options.folder, model)
-    assert not [*shelf.folder.glob(f"snapshots/*/{FIRST}")]
-    (config,) = shelf.folder.glob("snapshots/*/config.json")
+    model_cache = ModelCache.of(options.folder, model)
+    assert not [*model_cache.folder.glob(f"snapshots/*/{FIRST}")]
+    (config,) = model_cache.folder.glob("snapshots/*/config.json")
     assert config.read_bytes() == tmp_path.joinpath("there", "config.json").read_bytes()
 
 
 def test_a_store_that_stumbles_is_asked_again(store: BucketServer, model: RemoteModel, options: FetchOptions) -> None:
     store.faults.errors = [(503, "SlowDown"), (500, "InternalError"), (503, "SlowDown")]
-    with pytest.raises(SourceSilent, match="answers SlowDown; try again later"):
+    with pytest.raises(SourceUnavailable, match="answers SlowDown; try again later"):
         fetch(model, options)
     store.faults.errors = [(503, "SlowDown")]
     fetched(model, options)
@@ -230,7 +230,7 @@ def test_cached_model_is_served_if_store_is_unavailable(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert fetched(model, options).path == known.path
     assert "which the cache has" in caplog.text
-    with pytest.raises(SourceSilent, match=r"http://127\.0\.0\.1:9 cannot be reached .*AWS_ENDPOINT_URL"):
+    with pytest.raises(SourceUnavailable, match=r"http://127\.0\.0\.1:9 cannot be reached .*AWS_ENDPOINT_URL"):
         fetch(RemoteModel(Scheme.S3, "other/model"), options)
 
 
@@ -348,7 +348,7 @@ def test_an_object_that_is_overwritten_meanwhile_is_not_mixed_with_the_new_one(
         def write(self, data: object, /) -> int:
             raise AssertionError("nothing may come")
 
-        def begin_anew(self) -> None: ...
+        def restart(self) -> None: ...
 
     with pytest.raises(ModelError, match=r"config\.json was overwritten while it was fetched"):
         reached.fill(listing, config, Nothing())

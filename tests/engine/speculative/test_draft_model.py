@@ -63,7 +63,7 @@ def test_a_prompt_is_read_without_drafting(model: Path) -> None:
     assert step(a_draft(model), [a_request()]) == [[]]
 
 
-def test_it_proposes_what_its_model_would_say(model: Path, runner: ModelRunner) -> None:
+def test_drafts_equal_the_draft_model_tokens(model: Path, runner: ModelRunner) -> None:
     draft, requests = a_draft(model), [a_request(0), a_request(1, prompt=5), a_request(2, prompt=30)]
     step(draft, requests)
     for request in requests:
@@ -72,7 +72,7 @@ def test_it_proposes_what_its_model_would_say(model: Path, runner: ModelRunner) 
 
 
 @pytest.mark.parametrize("num_accepted", range(DEPTH + 1))
-def test_it_goes_on_after_any_number_of_accepted_drafts(model: Path, runner: ModelRunner, num_accepted: int) -> None:
+def test_drafting_continues_after_any_acceptance(model: Path, runner: ModelRunner, num_accepted: int) -> None:
     draft, request = a_draft(model), a_request()
     step(draft, [request])
     accept(request, [7])
@@ -117,7 +117,7 @@ def test_after_depth_0_it_catches_up_in_bounded_pieces_before_it_proposes(model:
     assert seen[3] == expected
 
 
-def test_depth_the_end_of_the_request_and_the_models_own_length_limit_the_drafts(model: Path) -> None:
+def test_drafts_are_limited_by_depth_request_and_model_length(model: Path) -> None:
     short, near_its_end = a_request(0, room=3), a_request(1, prompt=MAX_MODEL_LEN - 4)
     near_its_end.block_tables[0] = list(range(16, 16 + 32))
     draft = a_draft(model)

@@ -1,5 +1,6 @@
 """Heads that read what the model has computed: they propose what transformers' own layers would, whatever happened to
-a request before, and the answers are those without them."""
+a request before, and the answers are those without them.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +113,7 @@ class Proposed:
             assert own == drafts(tokens, len(own)), f"behind {len(tokens)} tokens"
 
 
-def test_drafts_are_those_of_transformers_layers_and_answers_those_without_drafts(
+def test_head_drafts_equal_transformers_and_keep_answers(
     kind: Kind, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, speculative, drafts = kind
@@ -237,7 +238,7 @@ def test_a_checkpoint_that_was_stripped_of_its_layer_is_refused(tmp_path: Path) 
         ({"device": "cuda"}, "is not supported on CUDA"),
     ],
 )
-def test_where_hidden_states_are_not_at_hand_it_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_head_without_hidden_states_is_rejected(changes: dict[str, Any], said: str) -> None:
     speculative = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
     with pytest.raises(NotSupportedError, match=said):
         engine_builders.a_config(Path("model"), speculative=speculative, num_speculative_tokens_cap=1, **changes)

@@ -27,7 +27,7 @@ def propose(text: list[int], *, min_n: int = 1, max_n: int = 3, k: int = 3) -> l
         ([], []),
     ],
 )
-def test_what_followed_the_longest_earlier_occurrence_is_proposed(text: list[int], drafts: list[int]) -> None:
+def test_ngram_proposes_continuation_of_longest_match(text: list[int], drafts: list[int]) -> None:
     assert propose(text) == drafts
 
 
@@ -51,7 +51,7 @@ def by_definition(text: list[int], min_n: int, max_n: int, k: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 4), st.integers(0, 4), st.integers(0, 5))
-def test_it_is_what_the_definition_says(text: list[int], min_n: int, more: int, k: int) -> None:
+def test_ngram_equals_its_definition(text: list[int], min_n: int, more: int, k: int) -> None:
     expected = by_definition(text, min_n, min_n + more, k)
     assert propose(text, min_n=min_n, max_n=min_n + more, k=k) == expected
 

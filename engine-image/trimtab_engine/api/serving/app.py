@@ -49,8 +49,8 @@ def build_app(state: ServerState) -> FastAPI:
 
 def _max_body_bytes(state: ServerState) -> int:
     """Return the body limit, which is larger for vision models."""
-    sees_images = state.serving is not None and state.serving.media is not None
-    return MAX_MEDIA_BODY_BYTES if sees_images else MAX_BODY_BYTES
+    takes_images = state.serving is not None and state.serving.media is not None
+    return MAX_MEDIA_BODY_BYTES if takes_images else MAX_BODY_BYTES
 
 
 def _open_paths(options: ServerOptions) -> frozenset[str]:

@@ -1,1 +1,1 @@
-"""Models that have no family of their own: transformers' code computes them, over Trimtab's paged attention."""
+"""Models without a family of their own: transformers' code computes them, with Trimtab's paged attention."""

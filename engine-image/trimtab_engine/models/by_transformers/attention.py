@@ -1,5 +1,5 @@
-"""Trimtab's paged attention as one of transformers' attention implementations: a layer's queries, keys and values come
-in, its keys and values are written into the KV cache, and the sums over what each token sees go back.
+"""Trimtab's paged attention as an attention implementation of transformers: it takes a layer's queries, keys and
+values, writes keys and values into the KV cache, and returns the attention output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,20 @@ from trimtab_engine.models.by_transformers.division import HeadShare
 
 IMPLEMENTATION = "trimtab_paged"
 STEP = "trimtab_step"
-"""The keyword by which the step reaches every layer: transformers hands through what it does not know."""
+"""Keyword argument that carries the step to every layer: transformers passes unknown keywords through."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a layer needs to know of a step beside its queries, keys and values."""
+    """A layer's inputs for a step, in addition to its queries, keys and values."""
 
     places: Mapping[nn.Module, KVLayerIndex]
-    """Where each attention module keeps its tokens."""
+    """KV layer index of each attention module."""
     kv_cache: KVTensors
     metadata: Sequence[AttentionMetadata]
     """An entry per KV group."""
     share: HeadShare | None = None
-    """This rank's heads; None: it has all of them."""
+    """This rank's heads; None if the rank has all heads."""
 
 
 def attend(
@@ -47,9 +47,10 @@ def attend(
     softcap: float | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query, key, value [1, heads, num_tokens, head_size] -> [1, num_tokens, heads, head_size]. s_aux [num_heads]: each
-    head's sink; softcap: where scores are bent to. What else a layer may say changes nothing, or was refused when the
-    model was tried out."""
+    """Write keys and values, then attend: query, key, value [1, heads, num_tokens, head_size] -> [1, num_tokens, heads,
+    head_size]. s_aux [num_heads]: the sink of each head; softcap: the soft cap of the scores. All other arguments have
+    no effect, or were rejected by the trial run.
+    """
     place = trimtab_step.places[module]
     keys, values = trimtab_step.kv_cache.keys[place.index], trimtab_step.kv_cache.values[place.index]
     metadata = trimtab_step.metadata[place.group]

@@ -1,6 +1,6 @@
-"""A model of transformers' divided over tensor-parallel ranks as its own plan (`tp_plan`) says, by our groups of ranks:
-what each rank holds of which parameter, and what a module does before and after its product. transformers would do it
-with torch's DTensors and a world of its own.
+"""Tensor parallelism for transformers models by their own plan (`tp_plan`), over Trimtab's process groups: each rank's
+part of each parameter, and the communication around each module's matmul. transformers itself would use torch's
+DTensors and a separate process group.
 
 ```
 the plan says                 a rank holds        and its module
@@ -9,11 +9,11 @@ colwise_gather_output         rows                yields all columns, gathered
 rowwise                       columns             takes its columns, sums over the ranks
 rowwise_split_input           columns             takes all columns and uses its own, sums
 packed_colwise                rows of each half   yields its columns of each
-moe_tp_experts, all_reduce    what others say     sums over the ranks
+moe_tp_experts, all_reduce    by other entries    sums over the ranks
 ```
 
-Whatever the plan says of them, embedding and output layer are divided by rows of the vocabulary, as in families of our
-own. Rows of keys and values of fewer heads than ranks are held by several. Words that stand in no table are refused.
+Embedding and output layer are always divided by rows of the vocabulary, as in Trimtab's own families. If there are
+fewer key-value heads than ranks, several ranks hold the same rows. Unknown plan entries are rejected.
 """
 
 import re
@@ -28,7 +28,7 @@ from trimtab_modelspec.partition import Span, vocabulary_span
 from trimtab_modelspec.tensors import Part
 
 UNCHANGED = frozenset({"replicate", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj"})
-"""What is said of training, or of DTensors: every rank has all of it and computes all of it."""
+"""Plan entries for training or DTensors: every rank holds and computes the whole module."""
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
 ROWS = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"})
 COLUMNS = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep"})
@@ -39,7 +39,7 @@ MAX_DEGREE = 64  # of ranks that are looked at: more share no CPU
 
 
 class CannotDivide(Exception):
-    """What speaks against dividing a model."""
+    """Raised when a model cannot be divided."""
 
 
 class Ranks(Protocol):
@@ -80,7 +80,7 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What attends in the whole model: how many heads of which size, and the names of the modules."""
+    """Attention of the whole model: number and size of heads, and the module names."""
 
     num_heads: int
     num_kv_heads: int
@@ -88,18 +88,18 @@ class Heads:
     modules: tuple[str, ...]
 
     def has(self, name: str) -> bool:
-        """Whether this module or parameter is part of attention."""
+        """Return True if the module or parameter is part of attention."""
         return name.startswith(tuple(f"{module}." for module in self.modules))
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """The heads of one rank, for plans by which attention gets those of all ranks: it computes its own and gathers."""
+    """Heads of one rank, for plans that give attention the heads of all ranks: it computes its own and gathers."""
 
     own: slice
     own_kv: slice
     num_heads: int
-    """Of all ranks together."""
+    """Number of heads of all ranks together."""
     ranks: Ranks
 
     def gathered(self, output: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ class HeadShare:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one rank holds of a tensor: parts of one of its dimensions, one behind the other."""
+    """One rank's part of a tensor: spans of one dimension, concatenated."""
 
     dim: int
     spans: tuple[Span, ...]
@@ -127,12 +127,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """How one parameter is divided, whatever the number of ranks."""
+    """Division of one parameter, independent of the number of ranks."""
 
     dim: int
     part: Part
     num_packed: int = 1
-    """So many projections lie one behind the other, each of which is divided."""
+    """Number of concatenated projections, each of which is divided."""
 
     def cut(self, extent: int, heads: Heads, size: int, index: int) -> Cut:
         """The part of one of `size` ranks."""
@@ -146,7 +146,7 @@ class Divided:
         return Cut(self.dim, tuple((first, first + own) for first in firsts))
 
     def fits(self, extent: int, heads: Heads, size: int) -> bool:
-        """Whether every rank gets its part."""
+        """Return True if every rank gets an equal part."""
         if self.part in ("embedding", "lm_head"):
             return (size - 1) * -(-extent // size) < extent
         if self.part == "kv_projection" and heads.num_kv_heads < size:
@@ -161,9 +161,9 @@ class Plan:
     heads: Heads
     parameters: Mapping[str, Divided]
     modules: Mapping[str, str]
-    """What the plan says of modules that do something around their product."""
+    """Plan entries of modules that communicate before or after their matmul."""
     extents: Mapping[str, int]
-    """How large each of `parameters` is, in the whole model, where it is divided."""
+    """Size of each of `parameters` in the whole model, along the divided dimension."""
 
     def degrees(self) -> tuple[int, ...]:
         """The numbers of ranks over which everything can be divided, ascending; 1 is the first."""
@@ -178,8 +178,11 @@ class Plan:
 
 
 def plan_of(whole: Any, heads: Heads) -> Plan:
-    """Read what transformers says of this model, which is built and whole. Raises CannotDivide for one without a plan,
-    or with words that are not known here."""
+    """Read the tensor-parallel plan of this whole model.
+
+    Raises:
+        CannotDivide: the model has no plan, or the plan has unknown entries.
+    """
     modules = dict(whole.named_modules())
     parameters = dict(whole.named_parameters(remove_duplicate=False))
     rules = {name: style for name, style in _rules(whole, {*modules, *parameters}).items() if style not in UNCHANGED}
@@ -205,7 +208,7 @@ def plan_of(whole: Any, heads: Heads) -> Plan:
 
 
 def _rules(whole: Any, names: set[str]) -> dict[str, str]:
-    """The plan with each layer's name in the place of the star."""
+    """Return the plan with each layer's name substituted for the star."""
     found: dict[str, str] = {}
     for pattern, style in (whole.tp_plan or {}).items():
         meant = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
@@ -225,7 +228,7 @@ def _vocabulary(whole: Any, modules: Mapping[str, nn.Module]) -> dict[str, Part]
 
 
 def _is_linear(module: object) -> bool:
-    """Whether it computes what nn.Linear does, and nothing else."""
+    """Return True if the module computes exactly nn.Linear."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -237,13 +240,13 @@ def _of_parameter(name: str, style: str, parameter: nn.Parameter, heads: Heads) 
         return Divided(parameter.dim() - 2, part, NUM_PACKED)
     if style == "rowwise" and parameter.dim() > 1:
         return Divided(parameter.dim() - 1, part)
-    raise CannotDivide(f"its plan says {style} of {name}, which is not supported")
+    raise CannotDivide(f"its plan has {style} for {name}, which is not supported")
 
 
 def _of_linear(name: str, style: str, module: nn.Module, heads: Heads) -> dict[str, Divided]:
     """A projection's weight, and the bias where ranks hold rows: of columns the bias is whole and added once."""
     if not _is_linear(module) or style not in ROWS | COLUMNS:
-        raise CannotDivide(f"its plan says {style} of {name} ({type(module).__name__}), which is not supported")
+        raise CannotDivide(f"its plan has {style} for {name} ({type(module).__name__}), which is not supported")
     assert isinstance(module, nn.Linear)
     part: Part = "attention" if heads.has(name) else "dense_mlp"
     if style in COLUMNS:
@@ -257,8 +260,9 @@ def _of_linear(name: str, style: str, module: nn.Module, heads: Heads) -> dict[s
 
 
 def divide(whole: Any, plan: Plan, ranks: Ranks) -> dict[str, Cut]:
-    """Make a model that is built without weights (meta) one rank's: parameters have the shapes of its parts, and
-    modules do what the plan says. Returns what of each parameter is to be read."""
+    """Turn a model built without weights (meta device) into one rank's: parameters get the shapes of their parts, and
+    modules communicate as planned. Returns the part of each parameter to read.
+    """
     cuts: dict[str, Cut] = {}
     made: dict[int, nn.Parameter] = {}
     for name, divided in plan.parameters.items():
@@ -272,7 +276,7 @@ def divide(whole: Any, plan: Plan, ranks: Ranks) -> dict[str, Cut]:
         _do(whole.get_submodule(name), style, ranks)
     _divide_vocabulary(whole, ranks)
     for name in plan.heads.modules:
-        _tell_heads(whole.get_submodule(name), plan, ranks)
+        _set_head_counts(whole.get_submodule(name), plan, ranks)
     return cuts
 
 
@@ -282,7 +286,7 @@ def _owner(whole: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _do(module: nn.Module, style: str, ranks: Ranks) -> None:
-    """Surround a module with what its style does."""
+    """Wrap a module with the communication of its style."""
     if style in SUMMED:
         own = module.forward
         _replace(module, lambda *args, **kwargs: ranks.all_reduce(own(*args, **kwargs)))
@@ -296,7 +300,7 @@ def _do(module: nn.Module, style: str, ranks: Ranks) -> None:
 
 
 def _replace(module: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
-    """Of this module alone, whose class is as it was: transformers asks for that."""
+    """Patch this module only and keep its class, as transformers requires."""
     module.forward = forward
 
 
@@ -333,7 +337,7 @@ def _divide_vocabulary(whole: Any, ranks: Ranks) -> None:
         return ranks.all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
-        """Those of all ranks on the first; zeros on the others, of whom nobody asks them."""
+        """Return the outputs of all ranks on the first rank, and unused zeros on the others."""
         own = F.linear(hidden, output.weight, output.bias).flatten(0, -2)
         missing = -(-vocab_size // ranks.size) - own.shape[1]  # the last part of the vocabulary may be short
         gathered = ranks.gather_columns(F.pad(own, (0, missing)))
@@ -345,9 +349,10 @@ def _divide_vocabulary(whole: Any, ranks: Ranks) -> None:
     _replace(output, logits)
 
 
-def _tell_heads(module: Any, plan: Plan, ranks: Ranks) -> None:
-    """How many heads share one of the keys, where that is another number on a rank: transformers' own attention asks
-    for it. Where attention gets all heads it is the same."""
+def _set_head_counts(module: Any, plan: Plan, ranks: Ranks) -> None:
+    """Set the number of query heads per key head where it differs on a rank: transformers' own attention reads it. It
+    is unchanged where attention gets all heads.
+    """
     is_divided = any(each.part == "kv_projection" for each in plan.parameters.values())
     if is_divided and hasattr(module, "num_key_value_groups"):
         kv_heads = max(1, plan.heads.num_kv_heads // ranks.size)
@@ -355,7 +360,7 @@ def _tell_heads(module: Any, plan: Plan, ranks: Ranks) -> None:
 
 
 def part_of(plan: Plan | None, name: str, otherwise: Part) -> Part:
-    """How ranks divide this parameter."""
+    """Return the division of this parameter over ranks."""
     return otherwise if plan is None or name not in plan.parameters else plan.parameters[name].part
 
 

@@ -1,6 +1,6 @@
-"""The family of every architecture that has no other: what transformers runs as a causal language model. Nothing is
-known of it beforehand: what its layers keep of a token, and whether it can be run at all, is found by trying it out
-(trial.py). Importing this needs neither torch nor transformers; reading a configuration does.
+"""Fallback family for all architectures that transformers can run as a causal language model. Everything about such a
+model (the KV cache of its layers, if it can run at all) is found by a trial run (trial.py). Importing this needs
+neither torch nor transformers; reading a configuration does.
 """
 
 import json
@@ -13,7 +13,7 @@ from trimtab_modelspec.kv_groups import LayerKV
 from trimtab_modelspec.tensors import Tensors
 
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models.by_transformers import seeing
+from trimtab_engine.models.by_transformers import vision as transformers_vision
 from trimtab_engine.models.family import Family, Model
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def parse(words: ConfigReader) -> ModelConfig:
-    """What trying it out shows. The numbers that only families of our own read are left as they are by default."""
+    """Model configuration found by the trial run. Fields that only Trimtab's own families read keep their defaults."""
     from trimtab_engine.models.by_transformers.trial import Refused, try_out
 
     name = str(words.architecture)
@@ -36,7 +36,7 @@ def parse(words: ConfigReader) -> ModelConfig:
     text = json.dumps(words.config, sort_keys=True)
     found = try_out(text)
     if isinstance(found, Refused):
-        reason = seeing.why_not(name, words.config) or found.reason
+        reason = transformers_vision.why_not(name, words.config) or found.reason
         raise ModelError(f"{words.where}: architecture {name} is not supported: {reason}")
     each = found.layers[0]
     return ModelConfig(
@@ -65,7 +65,7 @@ def parse(words: ConfigReader) -> ModelConfig:
 
 
 def _found(config: ModelConfig) -> "Found":
-    """What trying it out showed, when its configuration was read."""
+    """Result of the trial run when the configuration was read."""
     from trimtab_engine.models.by_transformers.trial import Found, try_out
 
     assert config.transformers_config is not None
@@ -80,12 +80,12 @@ def tensors(config: ModelConfig) -> Tensors:
 
 
 def kv(config: ModelConfig) -> Sequence[LayerKV]:
-    """What each layer showed to attention."""
+    """Attention parameters of each layer."""
     return _found(config).layers
 
 
 def build(config: ModelConfig, load: "Loader", shard: "ModelShard", groups: "RankGroups") -> Model:
-    """transformers' model, or a rank's part of it, with attention of ours."""
+    """Build transformers' model, or a rank's part of it, with Trimtab's attention."""
     from trimtab_engine.models.by_transformers.model import load_model
 
     return load_model(config, _found(config), load, shard, groups)
@@ -100,4 +100,4 @@ FAMILY = Family(
     not_on_cuda="transformers' own code computes it, which the steps of CUDA have not been tried with",
     renames_tensors=True,
 )
-"""Its architectures are those of nobody else: see registry.family_of."""
+"""The fallback family has no architectures of its own; see registry.family_of."""

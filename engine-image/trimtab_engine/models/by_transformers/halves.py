@@ -1,6 +1,6 @@
-"""transformers' causal language models as the two halves that a step has: token ids to hidden states of all tokens, and
-hidden states of a few rows to logits. What a model does to its logits (scales, soft caps, biases) is left to its own
-code: it is called with hidden states in the place of what its decoder would have made.
+"""transformers' causal language models split into the two halves of a step: token ids to hidden states of all tokens,
+and hidden states of some rows to logits. Logits processing (scales, soft caps, biases) is left to the model's own code,
+which is called with hidden states instead of the decoder's output.
 """
 
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from trimtab_engine.layers.vocabulary import Placed
 
 @dataclass
 class HiddenStates(MoeModelOutputWithPast):
-    """What a decoder yields, with all that any of them may: nothing but hidden states is there."""
+    """Output of a decoder with all optional fields; only the hidden states are set."""
 
     cross_attentions: None = None
 
 
 class Given(nn.Module):
-    """Stands where the decoder stood, and yields what it is given as embeddings."""
+    """Stand-in for the decoder that returns its input embeddings."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> HiddenStates:
         return HiddenStates(last_hidden_state=inputs_embeds)
 
 
 class Halves:
-    """A model that transformers built; it is taken apart."""
+    """A model built by transformers, split in place."""
 
     def __init__(self, whole: Any) -> None:
         names = {id(module): name for name, module in whole.named_modules()}
@@ -47,8 +47,9 @@ class Halves:
     def hidden(
         self, token_ids: torch.Tensor, positions: torch.Tensor, *, placed: Placed | None = None, **more: Any
     ) -> torch.Tensor:
-        """token_ids, positions [num_tokens] int64 -> [num_tokens, hidden_size], behind the last norm. `placed`: what
-        stands for the embeddings of tokens that are no text."""
+        """Return token_ids, positions [num_tokens] int64 -> [num_tokens, hidden_size], after the last norm. `placed`:
+        embeddings of tokens that are not text.
+        """
         given: dict[str, Any] = {"use_cache": False, **more}
         if placed is None:
             given["input_ids"] = token_ids.unsqueeze(0)

@@ -1,6 +1,6 @@
-"""A model that transformers' code computes: its weights are read as transformers renames and joins them, its steps are
-all tokens of all requests in a row, and its attention is ours. Over several tensor-parallel ranks each has its part of
-it (division.py).
+"""Model computed by transformers' code: its weights are read with transformers' own renaming and merging, a step has
+all tokens of all requests in a row, and attention is Trimtab's. With several tensor-parallel ranks each has its part of
+the model (division.py).
 """
 
 import json
@@ -23,7 +23,7 @@ from trimtab_engine.models.by_transformers.attention import IMPLEMENTATION, STEP
 from trimtab_engine.models.by_transformers.division import HeadShare, divide, plan_of
 from trimtab_engine.models.by_transformers.halves import Halves
 from trimtab_engine.models.by_transformers.reading import read_part, read_whole
-from trimtab_engine.models.by_transformers.rehearsal import is_too_far, largest_difference
+from trimtab_engine.models.by_transformers.self_test import is_too_far, largest_difference
 from trimtab_engine.models.by_transformers.trial import Found, class_of, configuration
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.parallel.groups import RankGroups
@@ -40,7 +40,7 @@ class TransformersModel:
     """Its experts are transformers', which stay where they are."""
 
     def __init__(self, halves: Halves, found: Found, *, pads_rows: bool, share: HeadShare | None) -> None:
-        """`share`: what this rank has of the heads; None: it is the only one."""
+        """`share`: this rank's heads; None if it is the only rank."""
         self._halves, self._share = halves, share
         self.pads_rows = pads_rows
         groups, whole = groups_of(found.layers), (0, len(found.layers))
@@ -52,12 +52,13 @@ class TransformersModel:
 
     def rehearse(self, architecture: str, dtype: torch.dtype) -> None:
         """Compare it with itself by transformers' own attention. Raises NotSupportedError where that is another
-        model."""
+        model.
+        """
         difference = largest_difference(self._halves, self._places, self._groups, dtype, self._share)
         if is_too_far(difference, dtype):
             raise NotSupportedError(
-                f"{architecture}: what transformers' code of it computes for several requests together is not what it "
-                f"computes for each alone (hidden states differ by {difference:.1e}): it is not served"
+                f"{architecture}: transformers' code computes different results for several requests together and "
+                f"for each request by itself (hidden states differ by {difference:.1e}); this model is not supported"
             )
 
     def forward(
@@ -70,14 +71,14 @@ class TransformersModel:
         num_layers: int | None = None,
         placed: Placed | None = None,
     ) -> torch.Tensor:
-        """See Model. The hidden states are those behind the last norm."""
+        """See Model. The hidden states are those after the last norm."""
         return self.compute(token_ids, positions, kv_cache, metadata, before=None, num_layers=num_layers, placed=placed)
 
     def receive(self, hidden: torch.Tensor) -> None:
         """See Model: there is no stage before."""
 
     def send(self, hidden: torch.Tensor) -> None:
-        """See Model: there is no stage behind."""
+        """See Model: there is no next stage."""
 
     def compute(
         self,
@@ -90,8 +91,9 @@ class TransformersModel:
         num_layers: int | None = None,
         placed: Placed | None = None,
     ) -> torch.Tensor:
-        """See Model. All layers run even where `num_layers` says that the KV cache has but a few: for profiling, in
-        which they may all keep their tokens in one place."""
+        """See Model. All layers run even if `num_layers` limits the KV cache: this is for profiling, where all layers
+        can write to the same memory.
+        """
         assert before is None
         places = self._places
         if num_layers is not None:
@@ -105,15 +107,18 @@ class TransformersModel:
         return logits if self._share is None or self._share.ranks.index == 0 else None
 
     def normalised_rows(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See Model: they are behind the last norm already."""
+        """See Model: the hidden states are already normalised."""
         return hidden[rows]
 
 
 def load_model(
     config: ModelConfig, found: Found, load: Loader, shard: ModelShard, groups: RankGroups
 ) -> TransformersModel:
-    """Read the weights, this rank's alone where several divide them. Raises ModelError where the checkpoint lacks some,
-    or has them in other shapes."""
+    """Read the weights, or only this rank's part of them.
+
+    Raises:
+        ModelError: the checkpoint lacks weights or has other shapes.
+    """
     if load.is_quantized:
         raise NotSupportedError(
             f"--quantization is not supported for {config.architecture}, which transformers' own code runs; leave it "
@@ -121,7 +126,9 @@ def load_model(
         )
     version = transformers.__version__
     logger.info(
-        "%s has no family of its own: transformers %s computes it, slower than one", config.architecture, version
+        "%s has no native implementation: transformers %s computes it, which is slower",
+        config.architecture,
+        version,
     )
     halves = Halves(_read(config, found, load, groups))
     # Row sizes are few where oneDNN compiles code for each: on the CPU, but for float32.

@@ -22,7 +22,7 @@ from trimtab_engine.models.by_transformers.division import NUM_PACKED, Cut
 from trimtab_engine.models.loading import Loader
 
 Divide = Callable[[Any], Mapping[str, Cut]]
-"""Makes a model that is built without weights one rank's, and says what of each parameter is to be read."""
+"""Turns a model built without weights into one rank's, and returns the part of each parameter to read."""
 
 BUILDING = Lock()
 """While transformers reads a model it has switched off, for the whole process, that weights get first values and are
@@ -41,7 +41,7 @@ class _Unread:
 
 
 def _part(load: Loader, name: str, cut: Cut) -> torch.Tensor:
-    """The part alone is read, where a tensor has rows and columns."""
+    """Read only the part of a tensor with rows and columns."""
     if len(load.shape(name)) > 2:
         return cut.of(load.stored(name))
     which = "columns" if cut.dim else "rows"
@@ -50,14 +50,20 @@ def _part(load: Loader, name: str, cut: Cut) -> torch.Tensor:
 
 
 def read_whole(model_class: Any, config: Any, load: Loader) -> tuple[Any, list[str], list[str]]:
-    """The model, what the checkpoint lacks of it, and what it has besides; `config` names the attention. Raises
-    ModelError for weights of other shapes."""
+    """Return the model, the tensors missing from the checkpoint, and the unexpected ones; `config` names the attention.
+
+    Raises:
+        ModelError: weights have other shapes.
+    """
     return _read(model_class, config, load, {})
 
 
 def read_part(model_class: Any, config: Any, load: Loader, divide: Divide) -> tuple[Any, list[str], list[str]]:
-    """The same of one rank. Raises NotSupportedError, too, for checkpoints that have what is divided in another
-    form."""
+    """Return one rank's part of the model, as above.
+
+    Raises:
+        NotSupportedError: the checkpoint stores divided tensors in another layout.
+    """
     cuts: dict[str, Cut] = {}
 
     def build(self: Any, config: Any) -> None:
@@ -93,7 +99,7 @@ def _read(model_class: Any, config: Any, load: Loader, cuts: Mapping[str, Cut]) 
 
 
 def _cuts_of_stored(whole: Any, cuts: Mapping[str, Cut], load: Loader) -> dict[str, Cut]:
-    """What of each tensor of the checkpoint is to be read, by what of each parameter is."""
+    """Return the part of each checkpoint tensor to read, given the part of each parameter."""
     transforms = get_model_conversion_mapping(whole)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
@@ -110,8 +116,10 @@ def _cuts_of_stored(whole: Any, cuts: Mapping[str, Cut], load: Loader) -> dict[s
 
 
 def _before(operations: Sequence[Any], cut: Cut, shape: Sequence[int], name: str) -> Cut:
-    """The part of a tensor that becomes the part of a parameter, by what transformers makes of several tensors: of all
-    experts one, with a dimension before theirs, and of two projections one, with the second behind the first."""
+    """Return the part of a checkpoint tensor that becomes the part of a parameter, given how transformers merges
+    tensors: all experts into one tensor with a leading dimension, and two projections into one, the second after the
+    first.
+    """
     known = all(isinstance(operation, MergeModulelist | Concatenate) for operation in operations)
     is_merged = any(isinstance(operation, MergeModulelist) for operation in operations)
     num_dims = len(shape) + is_merged

@@ -1,16 +1,16 @@
-"""Finds what a model of transformers' keeps of each token, and whether Trimtab can run it, by trying it out: it is
-built without weights, on torch's meta device, and run for three tokens with an attention that only writes down what it
-is asked for. No list of architectures is kept; what does not fit is refused with the reason that the trial showed.
+"""Trial run of a transformers model, to find its KV cache layout and whether Trimtab can run it: the model is built
+without weights on torch's meta device and run for three tokens with an attention that only records its calls. There is
+no list of architectures; unsupported models are rejected with the reason that the trial found.
 
 ```
-attention is asked for     kept of a token                         refused
+attention call             KV cache per token                      not supported
 [heads, keys, values]      heads, sizes: equal in all layers       latent vectors, values of another size
-a mask, as a function      all before a token, or a window of it   prefixes, blocks, ALiBi, masks of its own
-once by each layer         each layer's own                        states (Mamba), attention that layers share
-words: sinks, soft caps    nothing                                 whatever else would change scores
+a mask, as a function      all before a token, or a window of it   prefixes, blocks, ALiBi, custom masks
+one call per layer         one entry per layer                     states (Mamba), attention shared by layers
+options: sinks, soft caps  nothing                                 other options that change scores
 ```
 
-Where transformers has a plan for tensor-parallel ranks (division.py), one of them is tried out likewise.
+If transformers has a plan for tensor-parallel ranks (division.py), one rank is tried as well.
 """
 
 import inspect
@@ -58,7 +58,7 @@ UNDERSTOOD = frozenset({
     "dropout", "position_ids", "use_cache", "sliding_window", "output_attentions", "cache_position", "s_aux", "softcap",
     NOTEBOOK,
 })  # fmt: skip
-"""What layers tell attention that is built, or changes no score; the window is taken from the mask."""
+"""Attention arguments that are implemented, or do not change scores; the window is taken from the mask."""
 MIXES_TOKENS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 LENGTHWISE_ROPES = ("longrope",)  # beyond original_max_position_embeddings they turn all tokens otherwise
 
@@ -69,13 +69,13 @@ class Found:
 
     hidden_size: int
     intermediate_size: int
-    """0 where the configuration does not say it by that name."""
+    """0 if the configuration has no such field."""
     vocab_size: int
     max_model_len: int
     num_attention_heads: int
     is_tied: bool
     layers: tuple[LayerKV, ...]
-    """What each layer keeps, in the order in which they compute."""
+    """KV cache of each layer, in computation order."""
     modules: tuple[str, ...]
     """The names of the modules that attend, in the same order."""
     tensors: Tensors
@@ -84,7 +84,7 @@ class Found:
 
     @property
     def heads(self) -> Heads:
-        """What attends, as plans ask for it."""
+        """Attention modules, as tensor-parallel plans need them."""
         each = self.layers[0]
         return Heads(self.num_attention_heads, each.num_kv_heads, each.key_size, self.modules)
 
@@ -97,19 +97,19 @@ class Refused:
 
 
 class _CannotRun(Exception):
-    """What the trial shows speaks against it."""
+    """Raised when the trial run finds an unsupported feature."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """What a layer may see: (batch, head, query, key) -> bool, of positions."""
+    """Attention mask of a layer: (batch, head, query, key) -> bool, of positions."""
 
     sees: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What one layer asked of attention."""
+class _AttentionCall:
+    """Arguments of one layer's attention call."""
 
     module: nn.Module
     query: torch.Size
@@ -120,26 +120,26 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Notebook:
-    """What all layers asked for."""
+class _CallRecorder:
+    """Recorded attention calls of all layers."""
 
-    asked: list[_Asked] = field(default_factory=list)
+    asked: list[_AttentionCall] = field(default_factory=list)
 
 
-def _write_down(
+def _record_call(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: object,
     *,
-    trimtab_notebook: _Notebook | None = None,
+    trimtab_notebook: _CallRecorder | None = None,
     scaling: float | None = None,
     **said: object,
 ) -> tuple[torch.Tensor, None]:
     if trimtab_notebook is None:
         raise _CannotRun("its layers do not hand on what attention has to know of a step")
-    trimtab_notebook.asked.append(_Asked(module, query.shape, key.shape, value.shape, attention_mask, said))
+    trimtab_notebook.asked.append(_AttentionCall(module, query.shape, key.shape, value.shape, attention_mask, said))
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -148,11 +148,11 @@ def _mask_as_function(*args: object, mask_function: Any, **kwargs: object) -> _M
 
 
 def _no_experts(module: nn.Module, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    """Which experts compute what depends on numbers, of which a trial has none."""
+    """Experts implementation whose result depends on values, which a trial run does not have."""
     return torch.empty_like(hidden)
 
 
-AttentionInterface.register(TRIAL, _write_down)
+AttentionInterface.register(TRIAL, _record_call)
 AttentionMaskInterface.register(TRIAL, _mask_as_function)
 ExpertsInterface.register(TRIAL, _no_experts)
 
@@ -168,10 +168,10 @@ def try_out(text: str) -> Found | Refused:
     try:
         return _try_out(model_class, words)
     except _CannotRun as refusal:
-        return Refused(f"transformers' code of it cannot be run here: {refusal}")
+        return Refused(f"transformers cannot run it here: {refusal}")
     except Exception as error:  # other people's code fails as it likes, and then it is not run
         said = str(error).strip().split("\n")[0]
-        return Refused(f"transformers' code of it cannot be tried out: {type(error).__name__}: {said:.200}")
+        return Refused(f"the trial run of transformers' code failed: {type(error).__name__}: {said:.200}")
 
 
 def class_of(name: str) -> Any:
@@ -183,12 +183,12 @@ def class_of(name: str) -> Any:
 
 def _unknown(name: str, words: Mapping[str, Any]) -> str:
     if "auto_map" in words:
-        return "its code comes with the checkpoint (auto_map), and such code is never run"
+        return "its code is in the checkpoint (auto_map), and code from checkpoints is never run"
     return f"transformers {transformers.__version__} has no causal language model of that name either"
 
 
 def configuration(model_class: Any, words: Mapping[str, Any], implementation: str) -> Any:
-    """transformers' configuration, with an attention of ours."""
+    """Return transformers' configuration with Trimtab's attention."""
     config = model_class.config_class.from_dict(without_choices(words))
     config._attn_implementation = implementation
     return config
@@ -233,31 +233,31 @@ def _try_out(model_class: Any, words: Mapping[str, Any]) -> Found:
 
 
 def _built(model_class: Any, config: Any) -> Any:
-    """Without weights."""
+    """The model, built without weights."""
     with torch.device("meta"):
         return model_class(config).eval()
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What a model without weights did with three tokens."""
+class _TrialResult:
+    """Record of a model without weights run on three tokens."""
 
-    asked: Sequence[_Asked]
+    asked: Sequence[_AttentionCall]
     cache: Any
     hidden: torch.Size
     logits: torch.Size
 
 
-def _run(whole: Any, config: Any) -> _Seen:
-    """Run it, which takes it apart."""
-    halves, notebook = Halves(whole), _Notebook()
+def _run(whole: Any, config: Any) -> _TrialResult:
+    """Run the trial, which modifies the model in place."""
+    halves, notebook = Halves(whole), _CallRecorder()
     ids = torch.zeros(NUM_TOKENS, dtype=torch.int64, device="meta")
     cache = DynamicCache(config=config)
     with torch.no_grad():
         hidden = halves.hidden(ids, torch.arange(NUM_TOKENS, device="meta"), placed=None, past_key_values=cache,
                                use_cache=True, **{NOTEBOOK: notebook})  # fmt: skip
         logits = halves.logits(hidden)
-    return _Seen(notebook.asked, cache, hidden.shape, logits.shape)
+    return _TrialResult(notebook.asked, cache, hidden.shape, logits.shape)
 
 
 def _division(model_class: Any, config: Any, heads: Heads, logits: torch.Size) -> tuple[Division, Plan | None]:
@@ -272,7 +272,7 @@ def _division(model_class: Any, config: Any, heads: Heads, logits: torch.Size) -
     except Exception as error:  # other people's code fails as it likes, and then it is not divided
         said = str(error).strip().split("\n")[0]
         return Division(
-            (1,), f"its code does not run as its plan divides it ({type(error).__name__}: {said:.120})"
+            (1,), f"its code does not run when divided by its plan ({type(error).__name__}: {said:.120})"
         ), None
     if degrees == (1,):
         return Division((1,), "no number of ranks divides its heads and projections"), None
@@ -280,7 +280,11 @@ def _division(model_class: Any, config: Any, heads: Heads, logits: torch.Size) -
 
 
 def _try_divided(model_class: Any, config: Any, plan: Plan, degree: int, logits: torch.Size) -> None:
-    """One rank of so many: each layer must ask for the rank's heads, or for all. Raises CannotDivide."""
+    """Try one of the given number of ranks: each layer must use the rank's heads, or all heads.
+
+    Raises:
+        CannotDivide: it does neither.
+    """
     heads = plan.heads
     whole = _built(model_class, config)
     divide(whole, plan, Shapes(degree, degree - 1))
@@ -289,17 +293,17 @@ def _try_divided(model_class: Any, config: Any, plan: Plan, degree: int, logits:
     for asked in seen.asked:
         found = (asked.query[1], asked.key[1])
         if found not in (own, (heads.num_heads, heads.num_kv_heads)):
-            raise CannotDivide(f"as its plan divides it, a rank of {degree} has {found[0]} heads over {found[1]}")
+            raise CannotDivide(f"divided by its plan, a rank of {degree} has {found[0]} heads over {found[1]}")
     if seen.logits != logits:
-        raise CannotDivide(f"as its plan divides it, {list(seen.logits)} logits come out")
+        raise CannotDivide(f"divided by its plan, it returns {list(seen.logits)} logits")
 
 
 def _check_kind(model_class: Any, config: Any) -> None:
-    """What the class and the configuration say."""
+    """Return the facts from the class and the configuration."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise _CannotRun("it has an encoder, or attends to one")
     if model_class._is_stateful:
-        raise _CannotRun("its layers keep a state beside keys and values (recurrent or state-space layers)")
+        raise _CannotRun("its layers keep a state in addition to keys and values (recurrent or state-space layers)")
 
 
 def _check_modules(whole: nn.Module) -> None:
@@ -310,7 +314,7 @@ def _check_modules(whole: nn.Module) -> None:
 
 
 def _tensors(whole: Any) -> tuple[Tensors, bool]:
-    """What the model holds, once each, and whether its output layer is its embedding."""
+    """Return the model's number of parameters, each counted once, and True if the output layer is the embedding."""
     embedding, output = whole.get_input_embeddings(), whole.get_output_embeddings()
     is_tied = output is not None and output.weight is embedding.weight
     seen: set[int] = set()
@@ -333,10 +337,12 @@ def _count(value: object) -> int:
 
 
 def _max_len(config: Any) -> int:
-    """How long requests may be: up to where positions go, and where no scaling of them begins to turn all alike."""
+    """Return the maximum request length: the number of distinct positions, before any rope scaling that makes them
+    alike.
+    """
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
-        raise _CannotRun("its config.json does not say max_position_embeddings")
+        raise _CannotRun("its config.json does not have max_position_embeddings")
     for rope in _ropes(config):
         if rope.get("rope_type", rope.get("type")) in LENGTHWISE_ROPES:
             longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
@@ -350,17 +356,17 @@ def _ropes(config: Any) -> list[Mapping[str, Any]]:
     return [rope for rope in each if isinstance(rope, Mapping)]
 
 
-def _layers(asked: Sequence[_Asked], num_layers: int, max_len: int) -> tuple[LayerKV, ...]:
-    """What each layer keeps, if attention of ours can compute it."""
+def _layers(asked: Sequence[_AttentionCall], num_layers: int, max_len: int) -> tuple[LayerKV, ...]:
+    """Return the KV cache of each layer, if Trimtab's attention can compute it."""
     if len(asked) != num_layers:
         raise _CannotRun(
-            f"of its {num_layers} layers {len(asked)} attend; the others keep something else of a token (linear "
+            f"of its {num_layers} layers {len(asked)} use attention; the others keep another state per token (linear "
             f"attention, recurrent or state-space layers)"
         )
     if len({id(each.module) for each in asked}) != num_layers:
         raise _CannotRun("several layers share one attention")
     for each in asked:
-        _check_asked(each)
+        _check_call(each)
     layers = tuple(_layer(each, max_len) for each in asked)
     kinds = {(each.query[1], layer.num_kv_heads, layer.key_size) for each, layer in zip(asked, layers, strict=True)}
     if len(kinds) > 1:
@@ -370,20 +376,20 @@ def _layers(asked: Sequence[_Asked], num_layers: int, max_len: int) -> tuple[Lay
 
 
 def _check_kept(cache: Any, num_layers: int) -> None:
-    """Raise where transformers' own cache has not each layer's keys and values: layers that share those of others."""
+    """Reject models whose layers share keys and values, by the contents of transformers' own cache."""
     kept: list[int] = [layer.get_seq_length() for layer in cache.layers]
     if kept != [NUM_TOKENS] * num_layers:
-        raise _CannotRun(f"of its {num_layers} layers {kept.count(NUM_TOKENS)} keep keys and values of their own")
+        raise _CannotRun(f"of its {num_layers} layers {kept.count(NUM_TOKENS)} keep their own keys and values")
 
 
-def _check_asked(asked: _Asked) -> None:
-    """Raise for what would change scores and is not supported."""
+def _check_call(asked: _AttentionCall) -> None:
+    """Reject features that would change scores and are not supported."""
     if asked.query[2] != NUM_TOKENS or asked.key[2] != NUM_TOKENS:
         raise _CannotRun(f"a layer attends {asked.query[2]} queries to {asked.key[2]} keys of {NUM_TOKENS} tokens")
     if asked.key[3] != asked.value[3] or asked.query[3] != asked.key[3]:
         raise _CannotRun(f"keys have {asked.key[3]} elements and values {asked.value[3]}; supported are equal ones")
     if asked.query[1] % asked.key[1]:
-        raise _CannotRun(f"{asked.query[1]} heads of queries are no multiple of {asked.key[1]} of keys")
+        raise _CannotRun(f"{asked.query[1]} heads of queries are not a multiple of {asked.key[1]} of keys")
     if asked.said.get("is_causal") is False or not getattr(asked.module, "is_causal", True):
         raise _CannotRun("tokens see those after them")
     for word, value in asked.said.items():
@@ -392,7 +398,7 @@ def _check_asked(asked: _Asked) -> None:
             raise _CannotRun(f"its scores depend on {word} ({said})")
 
 
-def _layer(asked: _Asked, max_len: int) -> LayerKV:
+def _layer(asked: _AttentionCall, max_len: int) -> LayerKV:
     if not isinstance(asked.mask, _Mask):
         raise _CannotRun("it makes its mask by itself")
     window = _window(asked.mask, max_len)
@@ -400,8 +406,9 @@ def _layer(asked: _Asked, max_len: int) -> LayerKV:
 
 
 def _window(mask: _Mask, max_len: int) -> int | None:
-    """How many tokens a token sees, itself included; None: all before it. What the last position sees says how many,
-    and every other position must agree."""
+    """Return the window size in tokens, including the token itself, or None for full attention. The last position's
+    mask gives the size; every other position must agree.
+    """
     first = _first_seen(mask, max_len - 1)
     window = max_len - first
     probes = {0, 1, window - 1, window, window + 1, max_len // 2, max_len - 2}

@@ -1,5 +1,6 @@
 """Models that transformers' code computes, divided over tensor-parallel ranks as transformers' own plans say: the ranks
-together must compute what the whole model does. Ranks are threads here; as processes: parallel/test_layouts.py."""
+together must compute what the whole model does. Ranks are threads here; as processes: parallel/test_layouts.py.
+"""
 
 import json
 from pathlib import Path
@@ -53,7 +54,8 @@ def a_rank(folder: Path, rank: ThreadRank, **changes: Any) -> ModelRunner:
 
 def logits_of(runner: ModelRunner) -> torch.Tensor:
     """At every position of a prompt that comes token by token, behind a first piece of several. Empty on ranks that
-    have none."""
+    have none.
+    """
     num_groups = len(runner.facts.kv_groups)
     request = Request.of("r", PROMPT, Sampling(), arrival_time=0.0)
     request.block_tables = [list(range(group, 5 * num_groups, num_groups)) for group in range(num_groups)]
@@ -158,8 +160,8 @@ def a_plan(name: str, **plan: str) -> Plan:
 @pytest.mark.parametrize(
     ("style", "what"),
     [
-        ("sequence_parallel", "sequence_parallel of model.layers.0.mlp.up_proj .Linear., which is not supported"),
-        ("moe_identity_expert", "moe_identity_expert of model.layers.0.mlp.up_proj"),
+        ("sequence_parallel", "sequence_parallel for model.layers.0.mlp.up_proj .Linear., which is not supported"),
+        ("moe_identity_expert", "moe_identity_expert for model.layers.0.mlp.up_proj"),
     ],
 )
 def test_words_of_a_plan_that_are_not_known_are_refused_by_name(style: str, what: str) -> None:
@@ -167,7 +169,7 @@ def test_words_of_a_plan_that_are_not_known_are_refused_by_name(style: str, what
         a_plan("GraniteForCausalLM", **{"model__layers__*__mlp__up_proj": style})
 
 
-def test_what_is_said_of_training_alone_divides_nothing() -> None:
+def test_training_plan_entries_divide_nothing() -> None:
     with pytest.raises(CannotDivide, match="it has no plan by which its layers are divided"):
         a_plan("GraniteForCausalLM", **{"model__layers__*__mlp__up_proj": "replicated_with_grad_allreduce"})
 
@@ -177,7 +179,7 @@ def test_a_plan_that_the_code_does_not_survive_is_the_refusal_s_reason(tmp_path:
     words = transformers.CohereConfig(**SIZES | ARCHITECTURES["CohereForCausalLM"], use_qk_norm=True).to_dict()
     config = parse_model_config(words | {"architectures": ["CohereForCausalLM"]}, {}, "config.json")
     assert config.division is not None
-    assert "its code does not run as its plan divides it (RuntimeError" in config.division.reason
+    assert "its code does not run when divided by its plan (RuntimeError" in config.division.reason
 
 
 def test_a_quantised_load_is_refused_before_ranks_are_asked(tmp_path: Path) -> None:

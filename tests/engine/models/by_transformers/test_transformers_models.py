@@ -1,5 +1,6 @@
 """Architectures without a family of their own, computed by transformers' own code, against transformers itself on tiny
-random checkpoints: on the bare runner, and in engines that preempt, swap, find prefixes and are resized meanwhile."""
+random checkpoints: on the bare runner, and in engines that preempt, swap, find prefixes and are resized meanwhile.
+"""
 
 import json
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_the_number_of_parameters_is_the_models(checkpoint: tuple[Path, Any]) ->
     indirect=True,
     scope="module",
 )
-def test_whatever_the_engine_does_with_requests_they_get_the_tokens_of_transformers(
+def test_requests_get_transformers_tokens_under_any_scheduling(
     checkpoint: tuple[Path, Any], references: list[Reference]
 ) -> None:
     """In chunks, preempted and swapped, from the prefix cache in the second round, while the KV cache is resized."""
@@ -119,8 +120,8 @@ def refusal_of(name: str, **changes: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
-        ("MambaForCausalLM", {}, "its layers keep a state beside keys and values"),
-        ("FalconH1ForCausalLM", {}, "its layers keep a state beside keys and values"),
+        ("MambaForCausalLM", {}, "its layers keep a state in addition to keys and values"),
+        ("FalconH1ForCausalLM", {}, "its layers keep a state in addition to keys and values"),
         ("BloomForCausalLM", {}, "it takes no positions"),
         ("StableLmForCausalLM", {}, "do not hand on what attention has to know"),
         (
@@ -136,7 +137,7 @@ def refusal_of(name: str, **changes: Any) -> str:
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "it has an encoder, or attends to one"),
     ],
 )
-def test_what_cannot_be_run_is_refused_with_what_the_trial_showed(name: str, changes: dict[str, Any], why: str) -> None:
+def test_unsupported_model_is_rejected_with_trial_reason(name: str, changes: dict[str, Any], why: str) -> None:
     said = refusal_of(name, **changes)
     assert f"config.json: architecture {name} is not supported: transformers' code of it" in said
     assert why in said
@@ -152,7 +153,7 @@ def test_what_cannot_be_run_is_refused_with_what_the_trial_showed(name: str, cha
         ),
     ],
 )
-def test_what_transformers_does_not_have_is_refused(words: dict[str, Any], why: str) -> None:
+def test_architecture_unknown_to_transformers_is_rejected(words: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=why):
         parse_model_config(SIZES | words | {"architectures": ["OursForCausalLM"]}, {}, "config.json")
 

@@ -20,8 +20,8 @@ import httpx
 
 from trimtab_engine.errors import ConfigError, ModelError, one_line
 from trimtab_engine.sources.files import Listing, RemoteFile
-from trimtab_engine.sources.image import ACCEPTED, INDEX_TYPES, chosen_manifest, layers_of, parsed
 from trimtab_engine.sources.name import RemoteModel
+from trimtab_engine.sources.oci_manifest import ACCEPTED, INDEX_TYPES, chosen_manifest, layers_of, parsed
 from trimtab_engine.sources.source import (
     ANSWER_SECONDS,
     PART_BYTES,
@@ -30,7 +30,7 @@ from trimtab_engine.sources.source import (
     Checksum,
     Hashed,
     Interrupted,
-    SourceSilent,
+    SourceUnavailable,
     patiently,
 )
 
@@ -56,7 +56,7 @@ class Account:
 
 
 @dataclass(slots=True)
-class _Door:
+class _Authorization:
     """Last accepted authorization: sent with every request until it is rejected."""
 
     header: str | None = None
@@ -72,7 +72,7 @@ class RegistrySource:
     url: str
     client: httpx.Client
     account: Account | None
-    door: _Door = field(default_factory=_Door)
+    door: _Authorization = field(default_factory=_Authorization)
 
     @classmethod
     def reached(cls, model: RemoteModel, *, plain_http: bool, auth_file: Path | None) -> "RegistrySource":
@@ -109,13 +109,13 @@ class RegistrySource:
         try:
             with self._asked(f"blobs/sha256:{file.digest}", wanted) as response:
                 if response.status_code == NOT_SATISFIABLE:
-                    arriving.begin_anew()
+                    arriving.restart()
                 if response.status_code >= 400 and response.status_code not in (NOT_SATISFIABLE, *TRANSIENT):
                     raise self._refused(listing.model, response)
                 if response.status_code >= 400:
                     raise Interrupted(f"{self.host} answers {response.status_code}")
                 if arriving.size and response.status_code != PARTIAL:
-                    arriving.begin_anew()
+                    arriving.restart()
                 for part in response.iter_raw(PART_BYTES):
                     arriving.write(part)
         except httpx.TransportError as error:
@@ -134,7 +134,9 @@ class RegistrySource:
                     if response.status_code >= 400 and response.status_code not in TRANSIENT:
                         raise self._refused(listing.model, response)
                     if response.status_code >= 400:
-                        raise SourceSilent(f"{listing.model}: {self.host} answers {response.status_code}; try again")
+                        raise SourceUnavailable(
+                            f"{listing.model}: {self.host} answers {response.status_code}; try again"
+                        )
                     if response.status_code != PARTIAL and (begin, end) != (0, file.size):
                         raise ModelError(
                             f"{listing.model}: {self.host} gives no part of a layer, so it cannot be described without "
@@ -142,11 +144,11 @@ class RegistrySource:
                         )
                     return response.read()
             except httpx.TransportError as error:
-                raise SourceSilent(f"{listing.model}: {self.host} does not give it ({one_line(error)})") from None
+                raise SourceUnavailable(f"{listing.model}: {self.host} does not give it ({one_line(error)})") from None
 
         return patiently(once)
 
-    def to_have_it(self, model: RemoteModel) -> str:
+    def offline_advice(self, model: RemoteModel) -> str:
         return f"trimtab-engine fetch {model}"
 
     def close(self) -> None:
@@ -174,7 +176,7 @@ class RegistrySource:
         try:
             with self._asked(f"manifests/{reference}", {"Accept": ACCEPTED}) as response:
                 if response.status_code in TRANSIENT:
-                    raise SourceSilent(f"{model}: {self.host} answers {response.status_code}; try again later")
+                    raise SourceUnavailable(f"{model}: {self.host} answers {response.status_code}; try again later")
                 if response.status_code >= 400:
                     raise self._refused(model, response)
                 text = b""
@@ -184,7 +186,7 @@ class RegistrySource:
                         raise ModelError(f"{model}: the manifest is larger than any; name another tag")
                 return text, response.headers.get("Docker-Content-Digest")
         except httpx.HTTPError as error:
-            raise SourceSilent(
+            raise SourceUnavailable(
                 f"{model}: {self.url} cannot be reached ({one_line(error)}); see to the network or HTTPS_PROXY; a "
                 f"registry without TLS wants --registry-plain-http (spec.model.oci.plainHttp)"
             ) from None

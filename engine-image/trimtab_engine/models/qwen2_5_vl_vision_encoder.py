@@ -1,4 +1,4 @@
-"""The tower of Qwen2.5-VL on a device; what its windows are is drawn in qwen2_5_vl_facts.py."""
+"""Qwen2.5-VL's vision encoder on a device; qwen2_5_vl_vision.py has a drawing of its windows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from trimtab_engine.config.vision import VisionConfig, tokens_per_window, window
 from trimtab_engine.device.transfer import send_together
 from trimtab_engine.layers.gated_mlp import GatedMlp
 from trimtab_engine.layers.linear import Linear, rows_at_once
-from trimtab_engine.layers.run_attention import Runs, attend_runs
+from trimtab_engine.layers.varlen_attention import Runs, attend_runs
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.tower_share import TowerShare
+from trimtab_engine.models.vision_shard import VisionEncoderShard
 from trimtab_engine.parallel.groups import RankGroup
 
-EPS = 1e-6  # of every norm; no configuration says another
+EPS = 1e-6  # epsilon of every norm, fixed in all published models
 THETA = 10_000.0  # of the rotary embedding, likewise
 Grid = tuple[int, int, int]
 Array = np.ndarray[Any, Any]
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How the patches of one item are laid out. `order`: the token at each place, window after window."""
+    """Layout of one item's patches. `order`: the token at each position, window after window."""
 
     order: torch.Tensor
     cosines: torch.Tensor
@@ -38,10 +38,10 @@ class Arrangement:
     """The time steps."""
 
 
-class TowerLayer:
-    """Attention, then a gated MLP, each behind a norm and beside a residual."""
+class VisionEncoderLayer:
+    """Attention, then a gated MLP, each with a pre-norm and a residual connection."""
 
-    def __init__(self, vision: VisionConfig, layer: int, load: Loader, share: TowerShare) -> None:
+    def __init__(self, vision: VisionConfig, layer: int, load: Loader, share: VisionEncoderShard) -> None:
         prefix, group = f"blocks.{layer}.", share.group
         self._heads = share.num_heads
         self._norms = load.copy(prefix + "norm1.weight"), load.copy(prefix + "norm2.weight")
@@ -59,15 +59,15 @@ class TowerLayer:
             part.add_(self._mlp(rms_norm(part, self._norms[1], EPS)))
 
 
-class Tower:
+class VisionEncoder:
     """One item at a time: its patches in, its embeddings out."""
 
     def __init__(self, vision: VisionConfig, load: Loader, group: RankGroup | None = None) -> None:
         self.vision = vision
-        share = TowerShare.of(vision, group)
+        share = VisionEncoderShard.of(vision, group)
         self._device, self.dtype = load.device, load.dtype
         self._patches = Linear(load("patch_embed.proj.weight").flatten(1))
-        self._layers = [TowerLayer(vision, layer, load, share) for layer in range(vision.num_layers)]
+        self._layers = [VisionEncoderLayer(vision, layer, load, share) for layer in range(vision.num_layers)]
         self._norm = load.copy("merger.ln_q.weight")
         self._merge, self._out = _linear(load, "merger.mlp.0"), _linear(load, "merger.mlp.2")
 
@@ -111,8 +111,9 @@ def arrange(grid: Grid, vision: VisionConfig, device: torch.device) -> Arrangeme
 
 
 def _angles(grid: Grid, vision: VisionConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [num_patches, 1, head_size // 2] float32 by row and column, in the order in which patches
-    come."""
+    """Return cosines and sines [num_patches, 1, head_size // 2] float32 by row and column, in the input order of
+    patches.
+    """
     times, height, width = grid
     merge, half = vision.merge_size, vision.head_size // 2
     frequencies = 1.0 / THETA ** (torch.arange(0, half, 2).float() / half)
@@ -123,7 +124,7 @@ def _angles(grid: Grid, vision: VisionConfig) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _runs(lengths: list[int]) -> list[Array]:
-    """[count, length] int64 each: one run after another of these lengths, those of one length together."""
+    """Return [count, length] int64 each: one run after another of these lengths, runs of one length together."""
     firsts, sizes = np.cumsum([0, *lengths[:-1]]), np.array(lengths)
     return [firsts[sizes == length][:, None] + np.arange(length) for length in sorted(set(lengths))]
 
@@ -136,7 +137,7 @@ def _turned(heads: torch.Tensor, arranged: Arrangement) -> torch.Tensor:
 
 
 def _linear(load: Loader, name: str, parts: Sequence[Span] = ()) -> Linear:
-    """A projection, or these rows of it one behind the other."""
+    """Return a projection, or some rows of it concatenated."""
     if not parts:
         return Linear(load(name + ".weight"), load(name + ".bias"))
     weight, bias = (torch.cat([load(name + kind, rows=rows) for rows in parts]) for kind in (".weight", ".bias"))

@@ -71,23 +71,23 @@ class Half:
         return self._whole.tensor(self._stored_names.get(name, name), rows=rows, columns=columns)
 
 
-def text_half(whole: WeightSource) -> Half:
+def language_model_weights(whole: WeightSource) -> Half:
     """A checkpoint without its towers."""
     return Half(whole, {_plain(name): name for name in whole.shapes() if not TOWERS.match(name)})
 
 
-def tower_half(whole: WeightSource) -> Half:
+def vision_encoder_weights(whole: WeightSource) -> Half:
     """Shows the vision encoder's tensors only, without their common prefix."""
     found = ((TOWERS.match(name), name) for name in whole.shapes())
     return Half(whole, {name[match.end() :]: name for match, name in found if match is not None})
 
 
-def text_half_of_transformers(whole: WeightSource) -> Half:
+def language_model_weights_of_transformers(whole: WeightSource) -> Half:
     """The language model of a checkpoint whose vision encoder transformers' code computes."""
     return Half(whole, {_plain(name): name for name in whole.shapes() if _is_text(name)})
 
 
-def tower_half_of_transformers(whole: WeightSource) -> Half:
+def vision_encoder_weights_of_transformers(whole: WeightSource) -> Half:
     """All but its text half, by the names that the checkpoint has."""
     return Half(whole, {name: name for name in whole.shapes() if not _is_text(name)})
 

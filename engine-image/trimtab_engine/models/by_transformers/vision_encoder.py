@@ -22,18 +22,22 @@ from trimtab_engine.models.loading import Loader
 
 ATTENTION = "sdpa"  # torch's own, which keeps no scores
 NESTED = "pixel_attention_mask"
-"""What `get_image_features` takes where its pictures have several squares each."""
+"""Argument of `get_image_features` for images of several tiles."""
 NO_TEXT = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LAYERWISE = ("layer_types", "no_rope_layers")  # words that list something for each layer
 
 logger = logging.getLogger("trimtab_engine.core")
 
 
-class SquareTower:
+class FixedResolutionEncoder:
     """One square at a time: its pixels in, its embeddings out."""
 
     def __init__(self, vision: VisionConfig, load: Loader) -> None:
-        """Raises ModelError where weights lack, or what becomes of a square is not what config.json says."""
+        """Build the vision encoder.
+
+        Raises:
+            ModelError: weights are missing, or the number of tokens per image differs from config.json.
+        """
         self.vision, self.dtype, self._device = vision, load.dtype, load.device
         self._model = _read(fixed_resolution_of(vision).transformers_config, load)
         self._is_nested = NESTED in inspect.signature(self._model.get_image_features).parameters
@@ -59,7 +63,11 @@ class SquareTower:
 
 
 def vision_words(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """`vision_config`, with what transformers takes for words that are not said. Raises ModelError."""
+    """Return `vision_config` completed with transformers' defaults.
+
+    Raises:
+        ModelError: transformers cannot read it.
+    """
     try:
         words: Mapping[str, Any] = configuration(class_of(config), config, ATTENTION).vision_config.to_dict()
     except Exception as error:  # other people's code fails as it likes
@@ -70,7 +78,7 @@ def vision_words(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=4)
 def tensors_of(text: str) -> Tensors:
-    """What the tower of this config.json holds, by the names that transformers has."""
+    """Return the tensors of this config.json's vision encoder, by transformers' names."""
     words = json.loads(text)
     with torch.device("meta"):
         whole = class_of(words)(without_text(words))
@@ -101,7 +109,7 @@ def class_of(config: Mapping[str, Any]) -> Any:
 
 
 def without_text(config: Mapping[str, Any]) -> Any:
-    """transformers' configuration of the same model, whose text half has no layers and next to no vocabulary."""
+    """Return transformers' configuration of the same model with no language-model layers and a minimal vocabulary."""
     words = copy.deepcopy(dict(config))
     words["text_config"] = {key: words["text_config"][key] for key in words["text_config"] if key not in LAYERWISE}
     words["text_config"] |= NO_TEXT
@@ -109,6 +117,6 @@ def without_text(config: Mapping[str, Any]) -> Any:
 
 
 def _names_of_text(whole: Any) -> tuple[str, ...]:
-    """How names of the text half begin."""
+    """Name prefixes of the language model."""
     halves = (whole.get_decoder(), whole.get_output_embeddings())
     return tuple(f"{name}." for name, module in whole.named_modules() if any(module is half for half in halves))

@@ -1,23 +1,23 @@
-"""The tower of Llama 4 on a device; what it does is told in llama4_vision.py."""
+"""Llama 4's vision encoder on a device; llama4_vision.py describes it."""
 
 import torch
 import torch.nn.functional as F
 
 from trimtab_engine.config.vision import VisionConfig, tiles_of
 from trimtab_engine.layers.linear import Linear, rows_at_once
-from trimtab_engine.layers.run_attention import attend_runs
+from trimtab_engine.layers.varlen_attention import attend_runs
 from trimtab_engine.models.loading import Loader
-from trimtab_engine.models.tower_share import TowerShare
+from trimtab_engine.models.vision_shard import VisionEncoderShard
 from trimtab_engine.parallel.groups import RankGroup
 
-EPS = 1e-5  # of every norm, whatever the configuration says
+EPS = 1e-5  # epsilon of every norm, independent of the configuration
 Norm = tuple[torch.Tensor, torch.Tensor]
 
 
 class TileLayer:
-    """Attention, then an MLP, each behind a norm and beside a residual."""
+    """Attention, then an MLP, each with a pre-norm and a residual connection."""
 
-    def __init__(self, layer: int, load: Loader, share: TowerShare) -> None:
+    def __init__(self, layer: int, load: Loader, share: VisionEncoderShard) -> None:
         prefix, group = f"model.layers.{layer}.", share.group
         self._heads = share.num_heads
         self._norms = _norm(load, prefix + "input_layernorm"), _norm(load, prefix + "post_attention_layernorm")
@@ -29,7 +29,8 @@ class TileLayer:
 
     def __call__(self, hidden: torch.Tensor, turns: torch.Tensor, rows: torch.Tensor) -> None:
         """hidden [rows, hidden_size], changed in place. turns [rows, 1, head_size // 2] complex64; rows [1, rows]
-        int64: all of them."""
+        int64: all of them.
+        """
         qkv = self._qkv(_normed(hidden, self._norms[0])).view(hidden.shape[0], 3, self._heads, -1)
         query, key, value = _turned(qkv[:, 0], turns), _turned(qkv[:, 1], turns), qkv[:, 2]
         hidden += self._output(attend_runs(query, key, value, [rows]).flatten(1))
@@ -37,13 +38,13 @@ class TileLayer:
             part.add_(self._down(F.gelu(self._up(_normed(part, self._norms[1])))))
 
 
-class TileTower:
+class Llama4VisionEncoder:
     """One tile at a time: its patches in, its embeddings out."""
 
     def __init__(self, vision: VisionConfig, load: Loader, group: RankGroup | None = None) -> None:
         self.vision = vision
         self._device, self.dtype = load.device, load.dtype
-        share = TowerShare.of(vision, group)
+        share = VisionEncoderShard.of(vision, group)
         order = _in_order_of_tokens(vision)
         self._patches = Linear(load("patch_embedding.linear.weight"))
         positions = load.copy("positional_embedding_vlm")
@@ -69,7 +70,7 @@ class TileTower:
 
 
 def _in_order_of_tokens(vision: VisionConfig) -> torch.Tensor:
-    """[num_patches] int64: the patch, counted row by row, at each place of those that come."""
+    """Return [num_patches] int64: the row-major patch index at each position of the input order."""
     side, merge = tiles_of(vision).size // vision.patch_size, vision.merge_size
     places = torch.arange(side * side).view(side // merge, merge, side // merge, merge)
     return places.transpose(1, 2).flatten()
@@ -77,7 +78,8 @@ def _in_order_of_tokens(vision: VisionConfig) -> torch.Tensor:
 
 def _turns(vision: VisionConfig, order: torch.Tensor) -> torch.Tensor:
     """[num_patches + 1, 1, head_size // 2] complex64: by column, then by row, both counted from 1; the last row is not
-    turned."""
+    turned.
+    """
     side, quarter = tiles_of(vision).size // vision.patch_size, vision.head_size // 4
     steps = torch.arange(quarter, dtype=torch.float32) * 2 / (vision.head_size // 2)
     frequencies = 1.0 / tiles_of(vision).rope_theta ** steps
@@ -87,7 +89,7 @@ def _turns(vision: VisionConfig, order: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(heads: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """heads [rows, heads, head_size], neighbours as pairs, turned in float32."""
+    """Rotate heads [rows, heads, head_size] with adjacent pairs, in float32."""
     pairs = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(2).to(heads.dtype)
 

@@ -64,7 +64,7 @@ def layers_of(model: RemoteModel, manifest: Mapping[str, Any]) -> tuple[tuple[Re
         hexes, size = _digest(model, layer).removeprefix("sha256:"), _size(model, layer)
         archive = ARCHIVE.search(kind)
         name = _name(annotations, kind)
-        is_file = name is not None and (archive is None or _is_title_alone(annotations))
+        is_file = name is not None and (archive is None or _is_generic_type(annotations))
         if NO_MODEL.search(kind):
             continue
         if is_file and name is not None:
@@ -151,7 +151,7 @@ def _name(annotations: Mapping[str, Any], kind: str) -> str | None:
     return None
 
 
-def _is_title_alone(annotations: Mapping[str, Any]) -> bool:
+def _is_generic_type(annotations: Mapping[str, Any]) -> bool:
     """Return True if the media type is generic: ORAS uses an image layer's type for every file, and marks its
     archives.
     """

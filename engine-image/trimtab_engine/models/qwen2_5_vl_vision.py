@@ -1,11 +1,11 @@
-"""Qwen2.5-VL's tower (arXiv:2502.13923, section 2.1): the patches of an image or a video become embeddings of the text
-half.
+"""Facts and tensor names of Qwen2.5-VL's vision encoder (arXiv:2502.13923, section 2.1), which turns the patches of an
+image or a video into embeddings for the language model.
 
-Patches that become one token lie next to each other, as they come. In most layers a patch sees its window only, in a
-few its whole time step; so the tokens are put in the order of the windows first, and back at the end:
+The input has the patches of one token next to each other. In most layers a patch attends to its window only, in a few
+to its whole time step; so tokens are reordered by window first, and restored at the end:
 
 ```
-tokens of one time step          in the order of windows of 2 x 2        what a patch of token 6 sees
+tokens of one time step          in the order of windows of 2 x 2        patches that a patch of token 6 sees
  0  1 |  2  3 |  4                0 1 5 6 | 2 3 7 8 | 4 9 | 10 11 | …      in a window: those of 0 1 5 6
  5  6 |  7  8 |  9                windows at the edges are smaller         else: all of its time step
 ------+-------+---
@@ -25,10 +25,10 @@ from trimtab_engine.errors import ModelError
 
 if TYPE_CHECKING:
     from trimtab_engine.models.loading import Loader
-    from trimtab_engine.models.qwen2_5_vl_tower import Tower
+    from trimtab_engine.models.qwen2_5_vl_vision_encoder import VisionEncoder
     from trimtab_engine.parallel.groups import RankGroup
 
-FULL_LAYERS = (7, 15, 23, 31)  # where config.json does not say
+FULL_LAYERS = (7, 15, 23, 31)  # defaults for config.json
 ACTIVATION = "silu"
 NUM_AXES = 3  # of positions: over time, height and width
 
@@ -37,7 +37,7 @@ def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     """Read `vision_config`, for this text half. Raises ModelError."""
     said = words.config.get("vision_config")
     if not isinstance(said, dict):
-        raise ModelError(f"{words.where}: vision_config is {said!r:.100}; an object is needed")
+        raise ModelError(f"{words.where}: vision_config must be an object ({said!r:.100})")
     own = ConfigReader(said, {}, f"{words.where}: vision_config")
     vision = VisionConfig(
         hidden_size=own.positive("hidden_size", default=3584),
@@ -74,8 +74,8 @@ def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
     return vision
 
 
-def tower_tensors(vision: VisionConfig) -> Tensors:
-    """What a checkpoint holds of it, by names without the tower's own prefix."""
+def vision_encoder_tensors(vision: VisionConfig) -> Tensors:
+    """Return the encoder's tensors, without its prefix."""
     hidden, wide = vision.hidden_size, vision.intermediate_size
     merged = hidden * vision.patches_per_token
     patch = (hidden, vision.num_channels, vision.frames_per_patch, vision.patch_size, vision.patch_size)
@@ -92,8 +92,8 @@ def tower_tensors(vision: VisionConfig) -> Tensors:
     return {name: StoredTensor(shape, "replicated") for name, shape in shapes.items()}
 
 
-def build_tower(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "Tower":
+def build_vision_encoder(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "VisionEncoder":
     """Its weights, by the names above."""
-    from trimtab_engine.models.qwen2_5_vl_tower import Tower
+    from trimtab_engine.models.qwen2_5_vl_vision_encoder import VisionEncoder
 
-    return Tower(vision, load, group)
+    return VisionEncoder(vision, load, group)

@@ -1,7 +1,7 @@
-"""A model of transformers' compared with itself before it serves: what two requests get together, in pieces and over a
-paged cache, must be what transformers' own attention gives each of them alone. A trial shows what layers ask of
-attention; that nothing else in a model looks along the tokens of a step, which belong to several requests, only numbers
-can show.
+"""Self-test of transformers models before they serve: two requests computed together, in chunks and over a paged cache,
+must give the same results as transformers' own attention for each request by itself. The trial run shows which
+attention layers need; only numbers can show that no other part of the model mixes tokens of a step, which belong to
+several requests.
 
 ```
 step 0    request 0: tokens 0 to 5      request 1: tokens 0 to 3
@@ -31,7 +31,7 @@ OWN = "eager"
 """transformers' own attention, which every model has."""
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_OF_16_BITS = 0.1
-"""Of the hidden states' norm; positions or neighbours that are not a token's own bring several tenths."""
+"""Relative to the norm of the hidden states; wrong positions or mixed-up tokens cause differences of several tenths."""
 
 
 Places = Mapping[nn.Module, KVLayerIndex]
@@ -41,7 +41,8 @@ def largest_difference(
     halves: Halves, places: Places, groups: Sequence[KVGroup], dtype: torch.dtype, share: HeadShare | None = None
 ) -> float:
     """The difference of what both requests get, relative to its norm. `groups` are of one rank; all ranks that share
-    the heads compare at once."""
+    the heads compare at once.
+    """
     device = next(halves.decoder.parameters()).device
     generator = torch.Generator().manual_seed(0)
     vocabulary = halves.decoder.get_input_embeddings().num_embeddings
@@ -56,7 +57,7 @@ def largest_difference(
 
 
 def is_too_far(difference: float, dtype: torch.dtype) -> bool:
-    """Whether rounding alone cannot explain it. NaN is too far."""
+    """Return True if the difference is larger than rounding explains, or NaN."""
     return not difference <= TOLERANCE.get(dtype, TOLERANCE_OF_16_BITS)
 
 
@@ -117,7 +118,7 @@ def _metadata(spans: Sequence[tuple[int, int]], index: int, group: KVGroup, devi
 
 @contextmanager
 def _attention(halves: Halves, implementation: str) -> Iterator[None]:
-    """All layers by another attention, and by ours again."""
+    """Run all layers with another attention implementation, then restore Trimtab's."""
     configs: list[Any] = list({id(config): config for config in map(_config_of, halves.modules.values())}.values())
     before = [None if config is None else config._attn_implementation for config in configs]
     try:

@@ -18,7 +18,7 @@ def source_of(model: RemoteModel, options: FetchOptions) -> Source:
 
         return S3Source.reached(options.s3_addressing)
     if model.scheme is Scheme.OCI:
-        from trimtab_engine.sources.registry import RegistrySource
+        from trimtab_engine.sources.oci_registry import RegistrySource
 
         return RegistrySource.reached(
             model, plain_http=options.registry_plain_http, auth_file=options.registry_auth_file
@@ -35,10 +35,10 @@ def default_cache() -> Path:
     return Path(hub.default_cache())
 
 
-def say_errors_alone() -> None:
+def silence_library_logs() -> None:
     """Suppress the sources' libraries' log lines for requests and retries."""
     from trimtab_engine.sources import hub
 
-    hub.say_errors_alone()
+    hub.silence_library_logs()
     for name in ("httpx", "botocore", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)

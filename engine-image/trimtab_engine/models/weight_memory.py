@@ -1,5 +1,5 @@
-"""What weights take of the device once they are loaded, by names, shapes and a rank's spans alone: as the Loader
-decides it (loading.py), before any is read.
+"""Device memory of loaded weights, from names, shapes and a rank's spans only: mirrors the Loader's decisions
+(loading.py) before any weight is read.
 """
 
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ from trimtab_engine.weights.packing import Packing
 from trimtab_engine.weights.source import Span, WeightSource
 
 SUMMED = (".o_proj.weight", ".down_proj.weight", ".experts.down_proj")
-"""How the names of projections end whose columns are divided."""
+"""Name suffixes of projections whose columns are divided."""
 TOGETHER: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj", "v_proj")),
     **dict.fromkeys(("gate_proj", "up_proj"), ("gate_proj", "up_proj")),
 }
-"""Whose rows are one product."""
+"""Projections whose rows are one matmul."""
 ALWAYS_RESTORED = (".kv_b_proj.weight", ".gate.weight", ".router.weight")
-"""What is multiplied otherwise: by head, or to choose experts, which hangs on small differences."""
+"""Weights that stay unquantised: per-head projections, and routers, which are sensitive to small differences."""
 PANEL_ROWS = 32
-"""Rows of one packing beside another's are whole panels."""
+"""Row multiple at which packed parts can be concatenated as whole panels."""
 
 
-def bytes_to_hold(
+def weight_memory_bytes(
     source: WeightSource,
     tensors: Tensors,
     quantization: Quantization | None,
@@ -38,9 +38,10 @@ def bytes_to_hold(
     config: ModelConfig | None = None,
     shard: ModelShard | None = None,
 ) -> int:
-    """About what all ranks hold together. What this device does not multiply as it is stored is turned back as it
-    loads, and so are experts that move among ranks, and parts of ranks (`shard` is one's, None: there is one) that are
-    not multiplied as they are stored."""
+    """Return the approximate memory of all ranks together. Weights that this device does not multiply as stored are
+    dequantised while loading, and so are experts that move among ranks and rank parts that are not multiplied as stored
+    (`shard`: one rank's; None for a single rank).
+    """
     packed = packed_source(source, dtype, device, quantization)
     if packed is not None:
         held = _Held(packed, tensors, dtype, config, shard)
@@ -52,7 +53,7 @@ def bytes_to_hold(
 
 
 class _Held:
-    """Of each tensor, what it takes."""
+    """Return the memory of each tensor."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class _Held:
 
     def num_bytes(self, name: str, tensor: StoredTensor) -> int:
         packing = self._packing(name, tensor)
-        if packing is None or not self._is_multiplied_with_those_beside(name, packing):
+        if packing is None or not self._is_whole_matmul_packed(name, packing):
             return tensor.num_elements * self._dtype.itemsize
         return round(tensor.num_elements * packing.element_bytes)
 
@@ -80,7 +81,7 @@ class _Held:
         return self._packings[name]
 
     def _columns(self, name: str, tensor: StoredTensor) -> Span | None:
-        """Those of the rank; None: all."""
+        """The rank's tensors; None for all."""
         if not name.endswith(SUMMED) or self._shard is None or self._config is None:
             return None
         if tensor.part == "experts":
@@ -92,9 +93,10 @@ class _Held:
         size = tensor.shape[1] // self._config.num_attention_heads
         return self._shard.heads[0] * size, self._shard.heads[1] * size
 
-    def _is_multiplied_with_those_beside(self, name: str, packing: Packing) -> bool:
-        """Whether all that is one product with this is packed too, in one order, and where it is packed otherwise, in
-        whole panels."""
+    def _is_whole_matmul_packed(self, name: str, packing: Packing) -> bool:
+        """Return True if all weights of the same matmul are packed too, in one order, and in whole panels where packing
+        differs.
+        """
         module = name.removesuffix(".weight")
         prefix, _, last = module.rpartition(".")
         names = [f"{prefix}.{other}.weight" for other in TOGETHER.get(last, (last,))]

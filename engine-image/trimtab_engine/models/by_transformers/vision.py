@@ -1,6 +1,7 @@
-"""Checkpoints whose images transformers' own code computes, for a text half of ours: which they are, what they say of
-each half, and the tower in numbers. Their towers know squares of one size (multimodal/fixed_resolution.py). Importing
-this needs neither torch nor transformers; reading a tower's numbers does.
+"""Vision-language checkpoints whose vision encoder is computed by transformers' code, with one of Trimtab's language
+models: supported architectures, the configuration of both halves, and the vision encoder's facts. These encoders take
+fixed-resolution images (multimodal/fixed_resolution.py). Importing this needs neither torch nor transformers; reading
+the facts does.
 """
 
 import json
@@ -13,11 +14,11 @@ from trimtab_modelspec.tensors import Tensors
 
 from trimtab_engine.config.vision import FixedResolution, VisionConfig, fixed_resolution_of
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models.family import TowerKind
+from trimtab_engine.models.family import VisionEncoderFamily
 from trimtab_engine.multimodal.fixed_resolution import side_of, square_of
 
 if TYPE_CHECKING:
-    from trimtab_engine.models.by_transformers.tower import SquareTower
+    from trimtab_engine.models.by_transformers.vision_encoder import FixedResolutionEncoder
     from trimtab_engine.models.loading import Loader
     from trimtab_engine.parallel.groups import RankGroup
 
@@ -33,20 +34,20 @@ NATIVE = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Architectures of text halves with a family of their own, by what text_config calls them."""
+"""Architectures of supported language models, by text_config's model type."""
 UNSAID: Mapping[str, Mapping[str, Any]] = {
     "llama": {
         "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,
         "max_position_embeddings": 2048, "vocab_size": 32_000,
     },
 }  # fmt: skip
-"""What text_config leaves out where it is this, as transformers reads it."""
+"""Defaults that transformers uses for fields missing in text_config."""
 TIED = "tie_word_embeddings"
 HALVES = ("text_config", "vision_config")
 QUANTIZED = "quantization_config"
-SEES_BOTH_WAYS = "tokens of an image see those after them, which its text half would have to let them"
-MANY_SIZES = "its pictures have many sizes, and squares of one size are built"
-OWN_POSITIONS = "its tokens have positions over height and width, which are built of Qwen2.5-VL alone"
+SEES_BOTH_WAYS = "image tokens use bidirectional attention, which its language model does not support"
+MANY_SIZES = "its images have many sizes, and only fixed-resolution images are supported"
+OWN_POSITIONS = "its tokens have positions over height and width, which are supported for Qwen2.5-VL only"
 WHY_NOT = {
     "PaliGemmaForConditionalGeneration": SEES_BOTH_WAYS,
     "LlavaNextForConditionalGeneration": MANY_SIZES,
@@ -54,25 +55,31 @@ WHY_NOT = {
     "Mistral3ForConditionalGeneration": MANY_SIZES,
     "Qwen2VLForConditionalGeneration": OWN_POSITIONS,
     "Qwen3VLForConditionalGeneration": OWN_POSITIONS,
-    "MllamaForConditionalGeneration": "its text half attends to the image in layers of their own",
+    "MllamaForConditionalGeneration": "its language model has cross-attention layers for images",
 }
-"""Of some others, what stands against them."""
+"""Reasons why some other architectures are not supported."""
 
 
 def why_not(architecture: str, config: Mapping[str, Any]) -> str | None:
-    """What stands against a checkpoint that sees images and is none of these; None: it does not say that it sees."""
+    """Return the reason why images of this checkpoint are not supported, or None if the checkpoint takes text
+    only.
+    """
     if "vision_config" not in config:
         return None
-    reason = WHY_NOT.get(architecture, "nobody has tried it")
-    return f"it sees images ({reason}); of those that transformers' code computes, {', '.join(ARCHITECTURES)} are built"
+    reason = WHY_NOT.get(architecture, "it has not been tested")
+    return f"it takes images ({reason}); supported with transformers' code are {', '.join(ARCHITECTURES)}"
 
 
-def text_words(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The text half's words, as a checkpoint of text alone would say them. Raises ModelError."""
+def language_model_config(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the language model's configuration, as a text-only checkpoint would have it.
+
+    Raises:
+        ModelError: the configuration is invalid.
+    """
     text = config.get("text_config")
     name = (config.get("architectures") or [None])[0]
     if not isinstance(text, Mapping):
-        raise ModelError(f"{where}: text_config is {text!r:.100}; an object is needed")
+        raise ModelError(f"{where}: text_config must be an object ({text!r:.100})")
     _check_plain(config, name, where)
     kind = str(text.get("model_type", "llama"))
     outer = {key: config[key] for key in (TIED, "dtype", "torch_dtype", "eos_token_id") if config.get(key) is not None}
@@ -116,47 +123,49 @@ def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
         frames_per_patch=1,
         merge_size=1,
         output_size=text.hidden_size,
-        fixed_resolution=FixedResolution(size=size, num_tokens=num_tokens, transformers_config=json.dumps(words.config, sort_keys=True)),
+        fixed_resolution=FixedResolution(
+            size=size, num_tokens=num_tokens, transformers_config=json.dumps(words.config, sort_keys=True)
+        ),
     )
     _check_computes(vision, words.where)
     return vision
 
 
 def _vision_words(words: ConfigReader) -> ConfigReader:
-    """With what transformers takes for words that are not said."""
-    from trimtab_engine.models.by_transformers.tower import vision_words
+    """Return the configuration completed with transformers' defaults."""
+    from trimtab_engine.models.by_transformers.vision_encoder import vision_words
 
     return ConfigReader(vision_words(words.config, words.where), {}, f"{words.where}: vision_config")
 
 
 def _check_computes(vision: VisionConfig, where: str) -> None:
-    """Raise where transformers' code cannot compute what this config.json says."""
-    from trimtab_engine.models.by_transformers.tower_trial import why_not_computed
+    """Raise ModelError if transformers' code cannot compute this config.json."""
+    from trimtab_engine.models.by_transformers.vision_trial import unsupported_field
 
-    reason = why_not_computed(vision)
+    reason = unsupported_field(vision)
     if reason is not None:
         raise ModelError(f"{where}: {reason}")
 
 
-def tower_tensors(vision: VisionConfig) -> Tensors:
-    """Those of the tower itself. In a checkpoint some may have other names."""
-    from trimtab_engine.models.by_transformers.tower import tensors_of
+def vision_encoder_tensors(vision: VisionConfig) -> Tensors:
+    """Tensors of the vision encoder itself; some checkpoints use other names."""
+    from trimtab_engine.models.by_transformers.vision_encoder import tensors_of
 
     return tensors_of(fixed_resolution_of(vision).transformers_config)
 
 
-def build_tower(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "SquareTower":
+def build_vision_encoder(vision: VisionConfig, load: "Loader", group: "RankGroup | None") -> "FixedResolutionEncoder":
     """transformers' own code of it, whole."""
-    from trimtab_engine.models.by_transformers.tower import SquareTower
+    from trimtab_engine.models.by_transformers.vision_encoder import FixedResolutionEncoder
 
     assert group is None  # else it was refused
-    return SquareTower(vision, load)
+    return FixedResolutionEncoder(vision, load)
 
 
-TOWER = TowerKind(
+TOWER = VisionEncoderFamily(
     parse_vision,
-    tower_tensors,
-    build_tower,
+    vision_encoder_tensors,
+    build_vision_encoder,
     modalities=("image",),
     not_on_cuda="transformers' own code computes them, which the steps of CUDA have not been tried with",
     renames_tensors=True,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trimtab_engine.errors import IntegrityError
 from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
-from trimtab_engine.multimodal.mirror import Receiver, Sender
+from trimtab_engine.multimodal.sender_receiver_cache import Receiver, Sender
 from trimtab_engine.scheduling.sampling import Sampling
 
 TABLE = bytes(1024)

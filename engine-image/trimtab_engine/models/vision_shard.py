@@ -1,4 +1,6 @@
-"""What one rank has of a tower whose weights are shared by tensor-parallel ranks: whole heads and a part of the MLP."""
+"""One rank's part of a vision encoder whose weights are divided over tensor-parallel ranks: whole heads and a slice of
+the MLP.
+"""
 
 from dataclasses import dataclass
 
@@ -12,19 +14,25 @@ FLAG = "--tensor-parallel-size with --mm-encoder-tp-mode weights (data shares no
 
 
 @dataclass(frozen=True, slots=True)
-class TowerShare:
-    """Spans [first, last) of what a rank holds; `group`: the ranks whose products sum, None for a whole tower."""
+class VisionEncoderShard:
+    """Spans [first, last) of a rank's part; `group`: the ranks whose results are summed, None if the encoder is not
+    divided.
+    """
 
     num_heads: int
     columns: Span
-    """Of the attention's output projection, and rows of each of queries, keys and values."""
+    """Columns of the attention's output projection, and rows of each of queries, keys and values."""
     mlp: Span
     hidden_size: int
     group: RankGroup | None
 
     @classmethod
-    def of(cls, vision: VisionConfig, group: RankGroup | None) -> "TowerShare":
-        """Raises ConfigError for a tower that so many ranks cannot share."""
+    def of(cls, vision: VisionConfig, group: RankGroup | None) -> "VisionEncoderShard":
+        """Return the rank's part.
+
+        Raises:
+            ConfigError: the encoder cannot be divided over this number of ranks.
+        """
         size, index = (1, 0) if group is None else (group.size, group.index)
         if size > 1 and vision.fixed_resolution is not None:
             raise ConfigError(
@@ -38,7 +46,7 @@ class TowerShare:
 
     @property
     def rows_of_three(self) -> tuple[Span, Span, Span]:
-        """Rows of queries, keys and values that lie in one tensor."""
+        """Rows of queries, keys and values that are stored in one tensor."""
         first, last = self.columns
         query, key, value = ((first + part * self.hidden_size, last + part * self.hidden_size) for part in range(3))
         return query, key, value

@@ -1,6 +1,6 @@
-"""Whether transformers' code computes a square by the words of a config.json, and by which word it does not. A model is
-built without weights, as small as shows it, and given a square; where that fails, each word in its turn is left out, or
-said otherwise, until it does not.
+"""Trial run of transformers' vision encoder on one fixed-resolution image, to find config.json fields that it cannot
+compute. A minimal model is built without weights and run; if it fails, each field in turn is removed or changed until
+the run succeeds.
 """
 
 import copy
@@ -13,20 +13,21 @@ from typing import Any
 import torch
 
 from trimtab_engine.config.vision import VisionConfig, fixed_resolution_of
-from trimtab_engine.models.by_transformers.tower import NESTED, class_of, without_text
+from trimtab_engine.models.by_transformers.vision_encoder import NESTED, class_of, without_text
 
 VISION = "vision_config"
 KINDS = frozenset({"architectures", "model_type", "text_config", VISION})
-"""Words that say which model it is."""
+"""Fields that identify the model."""
 FAILS = "transformers' code cannot compute"
 MOST_ELEMENTS, MOST_PATCHES = 1 << 27, 1 << 14
-"""Of what is computed indeed; larger ones are only built."""
+"""Largest number of values that is really computed; larger models are only built."""
 
 
 @lru_cache(maxsize=4)
-def why_not_computed(vision: VisionConfig) -> str | None:
-    """What stands against this tower: the word of config.json, what it is and what would do; None: squares are
-    computed."""
+def unsupported_field(vision: VisionConfig) -> str | None:
+    """Return the reason why this vision encoder cannot run (the config.json field, its value, and a value that works),
+    or None if it can.
+    """
     words = json.loads(fixed_resolution_of(vision).transformers_config)
     error = _error(words, vision)
     if error is None:
@@ -35,12 +36,12 @@ def why_not_computed(vision: VisionConfig) -> str | None:
         if _error(otherwise, vision) is None:
             said, other = (_inside(each, part)[name] for each in (words, _read(otherwise)))
             place = f"{part}: {name}" if part else name
-            return f"{place} is {said!r:.100}, which {FAILS} ({error}); it can with {other!r:.100}"
+            return f"{place} is {said!r:.100}, which {FAILS} ({error}); {other!r:.100} works"
     return f"its images are what {FAILS} ({error}), whichever one of its words is left out"
 
 
 def _error(words: Mapping[str, Any], vision: VisionConfig) -> str | None:
-    """What it fails with."""
+    """Return the failure of the trial run, or None."""
     try:
         _compute(words, vision)
     except Exception as error:  # other people's code fails as it likes
@@ -50,8 +51,9 @@ def _error(words: Mapping[str, Any], vision: VisionConfig) -> str | None:
 
 
 def _compute(words: Mapping[str, Any], vision: VisionConfig) -> None:
-    """A square of ones, where possible without any memory. Where what is computed depends on the pixels, it is computed
-    indeed, by one layer."""
+    """Compute one image of ones, on the meta device if possible. If the computation depends on pixel values, compute it
+    for real with one layer.
+    """
     is_nested = NESTED in inspect.signature(class_of(words).get_image_features).parameters
     if not is_nested:
         _compute_on("meta", words, vision, shape=(1,))
@@ -80,7 +82,9 @@ def _built(words: Mapping[str, Any]) -> Any:
 
 
 def _changed(words: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """The words with one said otherwise, each in its turn: the part that it is in, its name, and all of them."""
+    """Yield the configuration with one field changed at a time: the part, the field name, and the whole
+    configuration.
+    """
     for part in (VISION, ""):
         for name, value in _inside(words, part).items():
             if name in KINDS:
@@ -99,6 +103,6 @@ def _inside(words: Any, part: str) -> Any:
 
 
 def _read(words: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With what transformers takes for words that are not said."""
+    """Return the configuration completed with transformers' defaults."""
     read: Mapping[str, Any] = without_text(words).to_dict()
     return read

@@ -9,17 +9,17 @@ import pytest
 from fixed_resolution_models import TEXT, TOKENS, VISION, the_reference
 from safetensors.torch import load_file
 from trimtab_engine.errors import ModelError
-from trimtab_engine.models.by_transformers.seeing import ARCHITECTURES, NATIVE, WHY_NOT, text_words
-from trimtab_engine.models.by_transformers.tower import without_text
+from trimtab_engine.models.by_transformers.vision import ARCHITECTURES, NATIVE, WHY_NOT, language_model_config
+from trimtab_engine.models.by_transformers.vision_encoder import without_text
 from trimtab_engine.models.facts import model_facts
 from trimtab_engine.models.registry import (
     BY_ARCHITECTURE,
     longest_request,
     open_model,
-    open_tower,
+    open_vision_encoder,
     parse_model_config,
     parse_vision_config,
-    sees_images,
+    takes_images,
 )
 
 LLAVA: dict[str, Any] = {
@@ -48,13 +48,13 @@ def test_facts_tell_both_halves(kind: str, tmp_path: Path) -> None:
     assert (facts["supported"], facts["num_layers"], facts["max_model_len"]) == (True, 2, 256)
     assert facts["tower_bytes"] == tower
     assert facts["weights_bytes"] + tower == sum(tensor.nbytes for tensor in stored.values())
-    assert sees_images(str(tmp_path))
-    halves = [set(open_model(str(tmp_path)).shapes()), set(open_tower(str(tmp_path)).shapes())]
+    assert takes_images(str(tmp_path))
+    halves = [set(open_model(str(tmp_path)).shapes()), set(open_vision_encoder(str(tmp_path)).shapes())]
     assert len(halves[0]) + len(halves[1]) == len(stored)
     assert {"model.norm.weight", "lm_head.weight"} < halves[0]
 
 
-def test_what_the_text_half_leaves_unsaid_is_what_transformers_takes() -> None:
+def test_language_model_defaults_equal_transformers() -> None:
     config = parse_model_config(LLAVA, {}, "here")
     assert (config.hidden_size, config.intermediate_size, config.num_layers) == (4096, 11_008, 32)
     assert (config.architecture, config.dtype, config.has_transformers_vision) == ("LlamaForCausalLM", "float16", True)
@@ -90,21 +90,21 @@ def test_an_output_layer_is_tied_where_all_that_is_said_says_so(
             {"vision_config": LLAVA["vision_config"] | {"quantization_config": {"quant_method": "awq"}}},
             "here: vision_config: quantization_config is {'quant_method': 'awq'}; it is not supported for Llava",
         ),
-        ({"text_config": None}, "text_config is None"),
+        ({"text_config": None}, "text_config must be an object"),
         ({"text_config": {"model_type": "t5"}}, "with a text half of model_type 't5' is not supported"),
     ],
 )
 def test_halves_that_cannot_be_read_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        text_words(LLAVA | change, "here")
+        language_model_config(LLAVA | change, "here")
 
 
 @pytest.mark.parametrize("architecture", [*WHY_NOT, "AriaForConditionalGeneration"])
 def test_others_that_see_are_refused_by_name_with_why(architecture: str) -> None:
     config = {"architectures": [architecture], "text_config": TEXT, "vision_config": VISION}
-    why = WHY_NOT.get(architecture, "nobody has tried it")
+    why = WHY_NOT.get(architecture, "it has not been tested")
     with pytest.raises(
-        ModelError, match=rf"architecture {architecture} is not supported: it sees images \({why}\)"
+        ModelError, match=rf"architecture {architecture} is not supported: it takes images \({why}\)"
     ) as said:
         parse_model_config(config, {}, "here")
     assert all(name in str(said.value) for name in ARCHITECTURES)
@@ -113,23 +113,23 @@ def test_others_that_see_are_refused_by_name_with_why(architecture: str) -> None
 @pytest.mark.parametrize(
     ("kind", "outer", "vision", "words"),
     [
-        ("llava", {"vision_feature_layer": 99}, {}, r"vision_feature_layer is 99, .*IndexError.*; it can with -2$"),
-        ("llava", {"vision_feature_layer": [-2, 99]}, {}, r"vision_feature_layer is \[-2, 99\].*; it can with -2$"),
-        ("llava", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; it can with 'quick_gelu'$"),
+        ("llava", {"vision_feature_layer": 99}, {}, r"vision_feature_layer is 99, .*IndexError.*; -2 works$"),
+        ("llava", {"vision_feature_layer": [-2, 99]}, {}, r"vision_feature_layer is \[-2, 99\].*; -2 works$"),
+        ("llava", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; 'quick_gelu' works$"),
         (
             "llava",
             {"projector_hidden_act": "evil"},
             {},
-            "json: projector_hidden_act is 'evil', .*; it can with 'gelu'$",
+            "json: projector_hidden_act is 'evil', .*; 'gelu' works$",
         ),
-        ("smolvlm", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; it can with 'gelu_py"),
-        ("smolvlm", {}, {"patch_size": [4, 4]}, r"vision_config: patch_size is \[4, 4\], .*; it can with 4$"),
+        ("smolvlm", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; 'gelu_py"),
+        ("smolvlm", {}, {"patch_size": [4, 4]}, r"vision_config: patch_size is \[4, 4\], .*; 4 works$"),
         ("llava", {}, {"num_hidden_layers": 10**9}, "vision_config: num_hidden_layers is 1000000000; towers of 1000"),
-        ("internvl", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; it can with 'gelu'$"),
+        ("internvl", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; 'gelu' works$"),
         ("llava", {"projector_hidden_act": "evil"}, {"hidden_act": "evil"}, "'evil'.*, whichever one of its words"),
     ],
 )
-def test_words_that_transformers_cannot_compute_are_named_before_weights_are_read(
+def test_unsupported_fields_are_reported_before_reading_weights(
     kind: str, outer: dict[str, Any], vision: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     the_reference(kind).save_pretrained(tmp_path)

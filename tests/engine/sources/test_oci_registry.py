@@ -19,13 +19,13 @@ from trimtab_engine.cli import main
 from trimtab_engine.errors import ConfigError, ModelError
 from trimtab_engine.ipc.network import ReservedPorts
 from trimtab_engine.sources import source, transfer
-from trimtab_engine.sources.cache import Shelf
+from trimtab_engine.sources.cache import ModelCache
 from trimtab_engine.sources.fetch import Fetched, describe, fetch
 from trimtab_engine.sources.files import RemoteFile
-from trimtab_engine.sources.image import in_its_folder, layers_of
 from trimtab_engine.sources.name import RemoteModel, Scheme
-from trimtab_engine.sources.registry import Account, account_of
-from trimtab_engine.sources.source import FetchOptions, SourceSilent
+from trimtab_engine.sources.oci_manifest import in_its_folder, layers_of
+from trimtab_engine.sources.oci_registry import Account, account_of
+from trimtab_engine.sources.source import FetchOptions, SourceUnavailable
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 LOADED = {FIRST, SECOND, "model.safetensors.index.json", "config.json", "tokenizer.json"}
@@ -45,7 +45,7 @@ def registry(running: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> Regist
     monkeypatch.setattr(source, "PAUSES_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(transfer, "LONGEST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(transfer, "MAX_FRUITLESS", 2)
-    monkeypatch.setattr("trimtab_engine.sources.registry.PART_BYTES", 10_000)  # of a cut less than a part is lost
+    monkeypatch.setattr("trimtab_engine.sources.oci_registry.PART_BYTES", 10_000)  # of a cut less than a part is lost
     running.faults = Faults()
     running.asked.clear()
     return running
@@ -230,7 +230,7 @@ def test_wrong_layer_checksum_is_retried_then_rejected(
     with pytest.raises(ModelError, match=f"{FIRST} was received 2 times with a wrong checksum"):
         fetch(model, options)
     assert options.folder is not None
-    assert not [*Shelf.of(options.folder, model).folder.glob(f"snapshots/*/{FIRST}")]
+    assert not [*ModelCache.of(options.folder, model).folder.glob(f"snapshots/*/{FIRST}")]
 
 
 def test_a_manifest_with_another_digest_is_refused(
@@ -247,7 +247,7 @@ def test_a_registry_that_stumbles_is_asked_again(
 ) -> None:
     model = pushed(registry, as_oras_pushes(files))
     registry.faults.statuses = [503, 429, 500]
-    with pytest.raises(SourceSilent, match="answers 500; try again later"):
+    with pytest.raises(SourceUnavailable, match="answers 500; try again later"):
         fetch(model, options)
     registry.faults.statuses = [502]
     fetched(model, options)
@@ -260,7 +260,7 @@ def test_cached_model_is_served_if_registry_is_unavailable(
     known = fetched(model, options)
     registry.faults.statuses = [503] * 9
     assert fetched(model, options).path == known.path
-    with pytest.raises(SourceSilent, match=r"http://127\.0\.0\.1:9 cannot be reached .*--registry-plain-http"):
+    with pytest.raises(SourceUnavailable, match=r"http://127\.0\.0\.1:9 cannot be reached .*--registry-plain-http"):
         fetch(RemoteModel(Scheme.OCI, "127.0.0.1:9/llms/other"), options)
 
 
