@@ -1,5 +1,5 @@
-"""Products with adapters beside them, against products with the adapters merged into the weights: whatever stands
-behind the product, whichever rows have which adapter, divided among ranks and computed in parts.
+"""Matmuls with adapters, against adapters merged into the weights: with any operation after the matmul, any assignment
+of rows, divided over ranks and computed in parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GENERATOR = torch.Generator().manual_seed(3)
 
 @pytest.fixture(autouse=True, params=["grouped", "stacked"])
 def for_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything holds of slots of their own, and of those that lie one behind the other, as kernels read them."""
+    """Every test runs with separate slots and with the contiguous slots that kernels read."""
     monkeypatch.setattr(adapted, "is_stacked", request.param == "stacked", raising=False)
 
 
@@ -38,7 +38,7 @@ def some_factors(outputs: int, inputs: int = IN, rank: int = RANK) -> Factors:
 def adapted(
     base: Linear | BlockFp8Linear, parts: list[AdaptedPart], num_rows: list[int], **slots: dict[str, Factors]
 ) -> AdaptedLinear:
-    """With these adapters: slot0, slot1, ..."""
+    """Fill slots with these adapters: slot0, slot1, ..."""
     by_slot = {int(name.removeprefix("slot")): factors for name, factors in slots.items()}
     projection = with_room(base, parts, num_rows, list(by_slot))
     for slot, factors in by_slot.items():
@@ -120,7 +120,7 @@ def test_reused_slot_is_cleared() -> None:
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_products_of_float8_have_adapters_beside_them_too(is_gated: bool) -> None:
-    """Before the gate, behind the bias; what the product itself is does not change."""
+    """The adapter is added before the gate and after the bias; the base matmul is unchanged."""
     blocks, bias = BlockFp8.of(random(128, IN)), random(128)
     make = GatedBlockFp8Linear if is_gated else BlockFp8Linear
     base, factors = make([blocks], bias, torch.float32), some_factors(128)
@@ -144,7 +144,7 @@ def test_rotary_pairs_of_an_adapter_are_interleaved_as_the_weight_s_are() -> Non
 
 
 class Summing:
-    """A group of ranks in one process: what the first ones bring is kept for the last."""
+    """A group of ranks in one process: results of the first ranks are kept for the last."""
 
     def __init__(self, index: int, brought: list[torch.Tensor]) -> None:
         self.index, self._brought = index, brought

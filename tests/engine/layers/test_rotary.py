@@ -54,8 +54,8 @@ def test_each_frequency_turns_by_the_position_of_its_section() -> None:
     single = RotaryAngles(rope, 8, torch.device("cpu"))
     several = RotaryAngles(replace(rope, sections=(1, 2, 1)), 8, torch.device("cpu"))
     turned = several(torch.stack([over_time, height, width]))
-    assert turned.is_contiguous()  # compiled layers read it as it lies
+    assert turned.is_contiguous()  # compiled layers read this memory layout
     assert torch.equal(turned[:, :1], single(over_time)[:, :1])
     assert torch.equal(turned[:, 1:3], single(height)[:, 1:3])
     assert torch.equal(turned[:, 3:], single(width)[:, 3:])
-    assert torch.equal(several(height), single(height))  # of text alone
+    assert torch.equal(several(height), single(height))  # text only

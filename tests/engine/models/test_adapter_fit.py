@@ -1,4 +1,4 @@
-"""Adapters that fit a model, and those that do not."""
+"""Adapters that fit a model, and others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Adapters against transformers with the adapters merged into its weights, in float32: two of them and the model alone
-in one batch, whatever the engine does with the requests.
+"""Adapters against transformers with merged weights, in float32: two adapters and the base model in one batch, under
+any scheduling.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ SWAP = {"preemption_mode": "swap", "swap_space_bytes": 4 << 20, "swap_space_byte
     [
         (TIGHT, "recompute"),
         (TIGHT | SWAP | {"async_scheduling": True}, "swap"),
-        ({"max_num_batched_tokens": 512}, None),  # 342 tokens of prompts, whose MLPs are computed in parts
+        ({"max_num_batched_tokens": 512}, None),  # 342 prompt tokens, whose MLPs are computed in slices
     ],
     ids=["chunked and preempted", "chunked and swapped, steps overlapping", "in one step"],
 )
 def test_mixed_adapter_batch_equals_merged_weights(
     checkpoint: Checkpoint, changes: dict[str, Any], mode: str | None
 ) -> None:
-    """Twice, so that the second round begins from the prefix cache; what it has of one adapter is nobody else's."""
+    """Twice, so that the second round hits the prefix cache, which must not mix adapters."""
     engine = an_engine(checkpoint, **changes)
     references = [reference for own in checkpoint.references.values() for reference in own]
     names = [name for name, own in checkpoint.references.items() for _ in own]
@@ -176,7 +176,7 @@ def test_logits_equal_those_of_merged_weights_at_every_position(checkpoint: Chec
 
 
 def test_attention_alone_may_be_adapted(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """What an adapter leaves alone is computed as without one."""
+    """Modules without an adapter compute the base model's results."""
     with safe_open(Path(checkpoint.folder) / "model.safetensors", framework="pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
     nothing = an_adapter(tmp_path / "nothing", modules_of(shapes, ATTENTION), size=0.0)

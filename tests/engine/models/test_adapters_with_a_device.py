@@ -1,5 +1,5 @@
-"""Adapters with the steps of a device: inputs at fixed places, graphs, each row's slot told to kernels. The tokens are
-those of the CPU's own steps, whatever is padded, replayed, loaded or unloaded.
+"""Adapters with a device's steps: static inputs, graphs, slot indices for kernels. Tokens must equal the CPU's, with
+padding, replays, loads and unloads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def projections_of(engine: Engine) -> list[StackedAdaptedLinear]:
 
 
 def requests(number: int = 1, names: tuple[str, ...] = NAMES) -> list[AddRequest]:
-    """Prompts of 1 to 40 tokens, so that chunks, decodes and mixed steps all come, with adapters in turns."""
+    """Prompts of 1 to 40 tokens, so that there are chunks, decodes and mixed steps, with alternating adapters."""
     dice = random.Random(number)
     return [
         AddRequest(
@@ -91,7 +91,7 @@ def generate(engine: Engine, asked: list[AddRequest], graphs: dict[str, int] | N
 
 @pytest.fixture
 def expected(model: Path, adapters: AdapterConfig) -> dict[str, list[int]]:
-    """By the CPU's own steps. The adapters make a difference."""
+    """Reference tokens from the CPU's steps. The adapters change them."""
     tokens = generate(an_engine(model, adapters=adapters), requests())
     assert tokens != generate(an_engine(model), requests(names=("",)))
     return tokens
@@ -150,7 +150,9 @@ def test_decodes_with_adapters_are_laid_out_in_columns_and_follow_each_other(
 def test_adapters_come_and_go_while_graphs_stay(
     model: Path, adapters: AdapterConfig, expected: dict[str, list[int]]
 ) -> None:
-    """What is loaded later lies where the graphs read it; a place that another had before keeps nothing of it."""
+    """An adapter loaded later is stored where the graphs read it; a reused slot keeps nothing of the previous
+    adapter.
+    """
     updatable = AdapterConfig(max_loras=2, max_cpu_loras=2, max_lora_rank=32, is_updatable=True)
     folders = {module.name: module.folder for module in adapters.modules}
     with steps_of_a_device() as recorder:

@@ -1,4 +1,4 @@
-"""The compiled layers and torch's: the same tokens, chosen once, and said in the log."""
+"""Compiled layers and torch's layers: same tokens, selected once, and logged."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Model facts from headers alone."""
+"""Model facts from file headers only."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Checkpoints of AWQ and GPTQ, which the tests quantise: what the weights that they stand for compute."""
+"""AWQ and GPTQ checkpoints, quantised by the tests, against their dequantised weights."""
 
 import json
 from pathlib import Path
@@ -89,7 +89,7 @@ MLP = "model.layers.0.mlp."
 
 
 def a_model(folder: Path, recipe: Recipe, words: dict[str, Any] = DENSE) -> Path:
-    """One random model, as it is stored and, in `restored` beside it, as what that stands for."""
+    """Write one random model, quantised and, in `restored`, dequantised."""
     generator = torch.Generator().manual_seed(7)
     tensors = {
         name: torch.ones(shape) if name.endswith("norm.weight") else torch.randn(shape, generator=generator) * 0.2
@@ -117,7 +117,7 @@ def a_loader(source: FourBitsSource) -> Loader:
 
 
 def logprobs(model: Path, **changes: Any) -> torch.Tensor:
-    """Of one prompt's own tokens, in chunks, and of the tokens behind it."""
+    """Return logits of one prompt's own tokens, in chunks, and of the tokens after it."""
     return torch.tensor(engine_builders.logprobs_of(model, VOCABULARY, **changes))
 
 
@@ -180,7 +180,7 @@ def test_scales_that_float16_does_not_hold_are_restored(tmp_path: Path) -> None:
 
 
 def change(model: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Write a checkpoint again with other tensors; None: without it."""
+    """Rewrite a checkpoint with other tensors; None removes one."""
     tensors = load_file(model / "model.safetensors")
     for name, tensor in changes.items():
         tensors.pop(name, None)
@@ -226,7 +226,7 @@ def test_the_bytes_before_loading_are_those_that_are_held(
 
 
 def bytes_of(load: Loader, words: dict[str, Any]) -> int:
-    """What the products of one rank's layers hold together."""
+    """Return the total memory of one rank's matmul weights."""
     config, total = parse_model_config(words, {}, "config.json"), 0
     shard = shard_model(config, Layout(), 0)
     for layer in range(config.num_layers):
@@ -266,8 +266,8 @@ def test_projections_in_several_orders_count_as_restored(tmp_path: Path) -> None
 def test_restored_parts_of_a_rank_are_counted_as_restored(
     tmp_path: Path, recipe: Recipe, is_restored: tuple[str, ...]
 ) -> None:
-    """Of 96 columns of the down projection two ranks get 48 each, which cut a block; of an order of its own every part
-    of a row does.
+    """Of 96 columns of the down projection each of two ranks gets 48, which splits a block; with a custom column order
+    every part of a row does.
     """
     source = opened(a_model(tmp_path, recipe))
     config = parse_model_config(DENSE, {}, "config.json")

@@ -1,4 +1,4 @@
-"""GGUF files written as llama.cpp's converter writes them: they compute what the checkpoint that they are of does."""
+"""GGUF files in the format of llama.cpp's converter, against the original checkpoint."""
 
 import json
 import math
@@ -57,7 +57,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def a_checkpoint(folder: Path, words: Mapping[str, Any]) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Random weights; norms are near what changes nothing, 1, or 0 where they are added to it."""
+    """Random weights; norms are near the identity: 1, or 0 for norms stored as weight minus 1."""
     config, generator = SIZES | dict(words), torch.Generator().manual_seed(0)
     parsed = parse_model_config(config, {}, "config.json")
     tensors = {}
@@ -71,7 +71,7 @@ def a_checkpoint(folder: Path, words: Mapping[str, Any]) -> tuple[Path, dict[str
 
 
 def a_writer(file: Path, kind: str, config: Mapping[str, Any], **options: Any) -> gguf.GGUFWriter:
-    """With the metadata that the converter writes."""
+    """Write a file with the converter's metadata."""
     writer = gguf.GGUFWriter(file, kind, **options)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -118,7 +118,7 @@ def divisors(theta: float, scaling: Mapping[str, Any]) -> numpy.ndarray:
 
 
 def stored(kind: str, name: str, tensor: torch.Tensor) -> numpy.ndarray:
-    """Pairs of the rope side by side, and norms with what the architecture adds to them."""
+    """Adjacent rotary pairs, and norms with the architecture's offset."""
     part = name.split(".")[-2]
     if GGUF_NAMES[kind].has_adjacent_pairs and part in ("q_proj", "k_proj"):
         tensor = tensor.view(-1, 2, HEAD // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
@@ -143,7 +143,7 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 
 def a_gguf(file: Path, case: str, **options: Any) -> Path:
-    """Writes the checkpoint beside the file, and the file; returns the checkpoint."""
+    """Write the checkpoint and the GGUF file; return the checkpoint."""
     kind, words = CHECKPOINTS[case]
     folder, tensors = a_checkpoint(file.parent / "plain", words)
     config = SIZES | words
@@ -229,7 +229,7 @@ def test_divisors_of_frequencies_are_llama_3_1s_scaling(tmp_path: Path) -> None:
         (numpy.ones(HEAD, dtype=numpy.float32), None, "has 16 numbers, first 1.0; 8 above 0 are needed"),
         (numpy.zeros(HEAD // 2, dtype=numpy.float32), None, "has 8 numbers, first 0.0; 8 above 0 are needed"),
         (numpy.full(HEAD // 2, numpy.nan, dtype=numpy.float32), None, "has 8 numbers, first nan"),
-        (numpy.ones(HEAD // 2, dtype=numpy.float32), YARN, "beside rope scaling yarn is not supported"),
+        (numpy.ones(HEAD // 2, dtype=numpy.float32), YARN, "with rope scaling yarn is not supported"),
     ],
 )
 def test_divisors_that_say_nothing_are_refused(

@@ -1,5 +1,5 @@
-"""Families whose layers do not all see alike, against transformers on tiny random checkpoints with every branch on: on
-the bare runner, and in engines that preempt, swap, find prefixes and are resized meanwhile.
+"""Families with several layer types, against transformers on tiny random checkpoints with every feature enabled: on the
+bare runner, and in engines that preempt, swap, hit the prefix cache and are resized meanwhile.
 """
 
 from pathlib import Path
@@ -99,7 +99,7 @@ def a_config(folder: Path, changes: dict[str, Any]) -> EngineConfig:
 def test_requests_get_transformers_tokens_under_any_scheduling(
     checkpoint: tuple[Path, Any], references: list[Reference], changes: dict[str, Any]
 ) -> None:
-    """In chunks, preempted, from the prefix cache in the second round, while the KV cache shrinks and grows."""
+    """In chunks, preempted, with prefix-cache hits in the second round, while the KV cache shrinks and grows."""
     engine, _ = start_engine(a_config(checkpoint[0], changes), lambda stage, percent: None, lambda: 0.0)
     served = served_twice_with_resizes(engine, references)
     assert any(batch.preempted[changes.get("preemption_mode", "recompute")] for batch in served)
@@ -194,7 +194,7 @@ def test_layers_that_predict_further_tokens_are_left_alone(tmp_path: Path) -> No
 
 
 def test_config_defaults_equal_transformers() -> None:
-    """Released configurations leave out most of what transformers knows."""
+    """Released configurations rely on most of transformers' defaults."""
     said = {key: SIZES[key] for key in SIZES if key not in ("head_dim", "sliding_window", "max_position_embeddings")}
     gemma = parse_model_config(said | {"architectures": ["Gemma3ForCausalLM"]}, {}, "config.json")
     assert gemma.tie_word_embeddings
@@ -243,5 +243,5 @@ def test_a_draft_model_beside_windows_is_refused_by_name(checkpoint: tuple[Path,
     drafts = SpeculativeConfig(method="draft_model", num_speculative_tokens=2, model=folder)
     config = EngineConfig(model=folder, speculative=drafts)
     target = load_model_runner(ModelRunner, config, Device("cpu"), lambda stage, percent: None)
-    with pytest.raises(NotSupportedError, match="has layers that see a window, which is not supported; use the"):
+    with pytest.raises(NotSupportedError, match="has layers with a window, which is not supported; use the"):
         Speculation.load(config, Device("cpu"), target)

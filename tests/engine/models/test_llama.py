@@ -1,4 +1,6 @@
-"""Llama against transformers on tiny random checkpoints: every variant of the architecture, alone, batched, chunked."""
+"""Llama against transformers on tiny random checkpoints: every variant of the architecture, single requests, batches,
+chunks.
+"""
 
 import json
 from pathlib import Path
@@ -133,7 +135,7 @@ def test_config_with_absurd_layer_count_is_rejected_early(tmp_path: Path) -> Non
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Every projection joins few rows; the shapes of what was multiplied so."""
+    """Run skinny matmuls for every projection; return the shapes used."""
     made: list[tuple[int, ...]] = []
     as_ever = Linear.__init__
 

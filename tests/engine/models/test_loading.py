@@ -1,4 +1,4 @@
-"""Weights on their way from a checkpoint to a product: what is read for one does not become another's."""
+"""Loading of weights: data read for one projection is never mixed with another's."""
 
 from pathlib import Path
 

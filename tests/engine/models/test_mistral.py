@@ -1,4 +1,6 @@
-"""Mistral against transformers on tiny random checkpoints, with and without a window: alone, batched, chunked."""
+"""Mistral against transformers on tiny random checkpoints, with and without a window: single requests, batches,
+chunks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,7 @@ def test_logits_equal_transformers_at_every_position(tmp_path: Path, window: int
     ("changes", "windows"),
     [
         ({"sliding_window": 64}, (64, 64, 64)),
-        ({"max_position_embeddings": 8192}, ()),  # said to be null: no window
+        ({"max_position_embeddings": 8192}, ()),  # explicit null: no window
         ({"sliding_window": 128}, ()),  # as long as the longest request: nothing ever leaves it
     ],
 )

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, with experts in mxfp4: what transformers restores of them, and what that computes."""
+"""gpt-oss checkpoints with mxfp4 experts, against transformers' dequantised weights and their results."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ FIRST = "model.layers.0.mlp.experts."
 
 
 def a_model(folder: Path) -> Path:
-    """As it is published, and in `restored` beside it by transformers' code."""
+    """Write the published format, and in `restored` transformers' dequantised one."""
     generator = torch.Generator().manual_seed(7)
     tensors = {
         name: torch.ones(shape) if name.endswith("norm.weight") else torch.randn(shape, generator=generator) * 0.2
@@ -85,7 +85,7 @@ def opened(model: Path) -> Mxfp4Source:
 
 
 def change(model: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Write a checkpoint again with other tensors; None: without it."""
+    """Rewrite a checkpoint with other tensors; None removes one."""
     tensors = load_file(model / "model.safetensors")
     for name, tensor in changes.items():
         tensors.pop(name, None)

@@ -1,4 +1,6 @@
-"""GGUF files whose blocks of 4 to 8 bits are multiplied as they are: what their restored weights compute, smaller."""
+"""GGUF files whose blocks of 4 to 8 bits are multiplied as stored: same results as dequantised weights, in less
+memory.
+"""
 
 import json
 import logging
@@ -47,7 +49,7 @@ pytestmark = pytest.mark.skipif(library_for(torch.float32, CPU) is None, reason=
 
 
 def a_gguf(file: Path, kind_of: Callable[[str], str]) -> GgufSource:
-    """A random model whose matrices have the types that `kind_of` says of their names."""
+    """Write a random model; `kind_of` gives the type of each matrix."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(2)
     writer.add_context_length(128)
@@ -78,7 +80,7 @@ def a_gguf(file: Path, kind_of: Callable[[str], str]) -> GgufSource:
 
 
 def restored(source: GgufSource, folder: Path) -> Path:
-    """A checkpoint with the numbers that the blocks stand for."""
+    """Write a checkpoint with the dequantised blocks."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file({name: source.tensor(name).contiguous() for name in source.shapes()}, folder / "model.safetensors")
@@ -95,7 +97,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 
 def logprobs(model: Path) -> torch.Tensor:
-    """Of one prompt's own tokens, in chunks, and of the tokens behind it."""
+    """Return logits of one prompt's own tokens, in chunks, and of the tokens after it."""
     return torch.tensor(engine_builders.logprobs_of(model, VOCABULARY))
 
 
@@ -132,7 +134,7 @@ def test_columns_that_cut_a_block_are_multiplied_restored_and_named(tmp_path: Pa
 
 
 def kinds_of_q4_k_m(tensor: str) -> str:
-    """What llama.cpp's Q4_K_M makes of the first layer: values and down projections in more bits."""
+    """Types of llama.cpp's Q4_K_M in the first layer: values and down projections have more bits."""
     if tensor == "model.embed_tokens.weight" or "lm_head" in tensor:
         return "Q6_K"
     return "Q6_K" if "layers.0" in tensor and ("v_proj" in tensor or "down_proj" in tensor) else "Q4_K"
@@ -213,8 +215,8 @@ def test_the_bytes_before_loading_are_those_that_are_held(tmp_path: Path, kind: 
 
 
 def test_restored_cut_of_a_rank_is_counted_as_restored(tmp_path: Path) -> None:
-    """Of the down projection's 512 columns four ranks get 128 each, of the output projection's 256 two blocks' halves:
-    both cut blocks of 256.
+    """Of the down projection's 512 columns each of four ranks gets 128, of the output projection's 256 two half blocks:
+    both split blocks of 256.
     """
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q4_K" if "proj" in tensor else "F32")
     config = parse_model_config(CONFIG | {"num_key_value_heads": 4}, {}, "model.gguf")
@@ -228,7 +230,7 @@ def test_restored_cut_of_a_rank_is_counted_as_restored(tmp_path: Path) -> None:
 
 
 def test_types_that_change_within_a_rank_s_panel_are_counted_restored(tmp_path: Path) -> None:
-    """Up is Q8_0 beside gate's Q4_0; 32 ranks have 16 rows of each, less than a panel."""
+    """Up is Q8_0 and gate Q4_0; each of 32 ranks has 16 rows of both, less than a panel."""
     source = a_gguf(tmp_path / "model.gguf", lambda tensor: "Q8_0" if "up_proj" in tensor else "Q4_0")
     config = parse_model_config(CONFIG | {"num_attention_heads": 32, "num_key_value_heads": 32}, {}, "model.gguf")
     tensors = expected_tensors(parse_model_config(source.config, {}, "model.gguf"))

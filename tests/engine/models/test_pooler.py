@@ -1,4 +1,4 @@
-"""Checkpoints that are made to embed: what their files say of pooling, and decoders without output layer."""
+"""Embedding checkpoints: pooling configuration in their files, and decoders without an output layer."""
 
 import json
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray[Any, Any]]:
-    """A decoder alone, as Qwen3-Embedding is stored, and what transformers makes of a prompt."""
+    """Write a bare decoder, like Qwen3-Embedding, and return transformers' result for a prompt."""
     folder = tmp_path_factory.mktemp("bare")
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -120,7 +120,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray[An
 
 @pytest.fixture
 def bare(saved: tuple[Path, np.ndarray[Any, Any]], tmp_path: Path) -> Callable[..., Path]:
-    """A copy whose config.json says something else."""
+    """Copy a checkpoint with another config.json."""
 
     def copy(**changes: Any) -> Path:
         for file in saved[0].iterdir():

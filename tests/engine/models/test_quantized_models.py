@@ -68,7 +68,7 @@ an_engine = partial(
 
 
 def logprobs(model: Path, **changes: Any) -> torch.Tensor:
-    """Of one prompt's own tokens."""
+    """Return logits of one prompt's own tokens."""
     engine = an_engine(model, **changes)
     params = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     engine.add(AddRequest("r", [(5 * i) % 127 for i in range(100)], params, arrival_time=0.0))

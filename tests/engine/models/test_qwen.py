@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3 and Qwen3-MoE against transformers on tiny random checkpoints: alone, batched, chunked."""
+"""Qwen2, Qwen3 and Qwen3-MoE against transformers on tiny random checkpoints: single requests, batches, chunks."""
 
 import json
 from pathlib import Path

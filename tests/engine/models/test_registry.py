@@ -1,5 +1,6 @@
-"""Families are plug-ins: one file each and one line in the registry, and nobody else knows an architecture by name. So
-are heads that draft, which may build on the family whose layers they have."""
+"""Families are plug-ins: one file each and one line in the registry; no other code knows an architecture by name. The
+same holds for draft heads, which may build on the family of their layers.
+"""
 
 import ast
 import inspect
@@ -44,7 +45,7 @@ def family_files() -> set[Path]:
 
 
 def plug_in_files() -> set[Path]:
-    """Of families, of heads, and of towers that transformers' code computes."""
+    """Architectures of families, heads, and vision encoders run by transformers."""
     heads = {Path(inspect.getfile(kind.parse)) for kind in HEADS.values()}
     return family_files() | heads | {Path(inspect.getfile(TOWER.parse))}
 
@@ -91,7 +92,7 @@ def test_no_two_families_claim_one_name() -> None:
 
 
 def test_a_family_that_is_added_is_read_counted_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but the registry's entry: its configuration, facts and tokens are those of the decoder that it builds."""
+    """Only the registry's entry is added: configuration, facts and tokens are those of the decoder that it builds."""
 
     def tokens(architecture: str) -> list[list[int]]:
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": [architecture]}))

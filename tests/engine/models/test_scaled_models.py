@@ -1,5 +1,5 @@
-"""Checkpoints of compressed-tensors, AutoFP8 and ModelOpt: weights as the package itself restores them, and models that
-compute what their weights stand for.
+"""compressed-tensors, AutoFP8 and ModelOpt checkpoints: weights equal to the packages' own dequantisation, and models
+against their dequantised weights.
 """
 
 import json
@@ -105,7 +105,7 @@ HELD = {
     "AutoFP8": ("e4m3", 1.0),
     "ModelOpt": ("e4m3", 1.0),
 }
-"""The form of a matrix, and bytes per number as it is held; None: it is restored."""
+"""Return a matrix's format, and its bytes per number in memory; None if it is dequantised."""
 MLP = "model.layers.0.mlp."
 
 
@@ -159,7 +159,7 @@ def test_weights_are_what_the_package_itself_restores(name: str) -> None:
 
 
 def a_model(folder: Path, recipe: ScaledRecipe, words: dict[str, Any] = DENSE) -> Path:
-    """One random model, as it is stored and, in `restored` beside it, as what that stands for."""
+    """Write one random model, quantised and, in `restored`, dequantised."""
     generator = torch.Generator().manual_seed(7)
     tensors = {
         name: torch.ones(shape) if name.endswith("norm.weight") else torch.randn(shape, generator=generator) * 0.2
@@ -334,7 +334,7 @@ def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def change(model: Path, changes: dict[str, torch.Tensor | None]) -> None:
-    """Write a checkpoint again with other tensors; None: without it."""
+    """Rewrite a checkpoint with other tensors; None removes one."""
     tensors = load_file(model / "model.safetensors")
     for name, tensor in changes.items():
         tensors.pop(name, None)
@@ -359,7 +359,7 @@ NAN8 = torch.full((96, 64), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
         ("W8A8", "weight_scale", None, "up_proj.weight is int8 without"),
         ("W8A8, with zero points", "weight_zero_point", None, r"weight_zero_point is missing; \[96, 1\] is needed"),
         ("W4A16", "weight_scale", None, "up_proj.weight_scale is missing, but .*up_proj.weight_packed exists"),
-        ("W4A16", "weight_shape", torch.tensor([96, 65]), r"weight_shape says \[96, 65\], but .* holds \[96, 64\]"),
+        ("W4A16", "weight_shape", torch.tensor([96, 65]), r"weight_shape is \[96, 65\], but .* has \[96, 64\]"),
         ("W4A16", "weight_packed", torch.ones(96, 8), "up_proj.weight_packed is torch.float32, not torch.int32"),
         ("W4A16, in an order", "weight_g_idx", None, r"up_proj.weight_g_idx is missing; \[64\] is needed"),
         (

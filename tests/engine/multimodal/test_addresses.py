@@ -1,4 +1,4 @@
-"""An address is public or it is not asked, however it is written and whatever it carries."""
+"""Public and private addresses, in any spelling and with embedded addresses."""
 
 import pytest
 from trimtab_engine.multimodal.addresses import is_public
@@ -34,7 +34,7 @@ def test_the_internet_s_addresses_are_public(address: str) -> None:
         "::127.0.0.1",
         "::ffff:127.0.0.1",
         "::ffff:10.0.0.1",
-        "64:ff9b::7f00:1",  # 127.0.0.1 behind NAT64
+        "64:ff9b::7f00:1",  # 127.0.0.1 via NAT64
         "64:ff9b:1::1",
         "2002:7f00:1::1",  # 127.0.0.1 by 6to4
         "2002:a9fe:a9fe::1",

@@ -170,8 +170,8 @@ async def test_connection_uses_the_checked_addresses(
     port, names = await host(says()), Names("127.0.0.1", "10.0.0.1")
     fetcher = by_name(names, port)
     assert (await fetcher.fetch(RemoteFile("http", NAME, port, "/x"))).data == b"pixels"
-    assert names.addresses == ["10.0.0.1"]  # asked once
-    with pytest.raises(InvalidRequest, match="a private address"):  # and anew for each file
+    assert names.addresses == ["10.0.0.1"]  # resolved once
+    with pytest.raises(InvalidRequest, match="a private address"):  # and again for each file
         await fetcher.fetch(RemoteFile("http", NAME, port, "/x"))
     await fetcher.close()
 
@@ -181,7 +181,7 @@ async def test_connection_uses_the_checked_addresses(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a picture, beside a secret."""
+    """A folder with an image, next to a secret."""
     (tmp_path / "secret").write_bytes(b"secret")
     media = tmp_path / "media"
     (media / "deep").mkdir(parents=True)

@@ -73,7 +73,7 @@ SMOL = {
 
 
 def a_checkpoint(folder: Path, tokenizer_folder: Path, config: dict[str, Any] = SMOL) -> str:
-    """What a server reads of one beside its weights, with a tokenizer of bytes."""
+    """Write a server's files of a checkpoint without weights, with a byte tokenizer."""
     (folder / "config.json").write_text(json.dumps(config))
     kind = {"image_processor_type": "SmolVLMImageProcessor", **CUT}
     (folder / "preprocessor_config.json").write_text(json.dumps(kind))

@@ -1,4 +1,4 @@
-"""What a request says of its images and videos is judged before anything is computed by it, and survives the wire."""
+"""Images and videos of a request are validated before any computation, and survive serialisation."""
 
 import msgspec
 import pytest

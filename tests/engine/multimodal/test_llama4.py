@@ -56,7 +56,7 @@ def test_canvas_and_size_are_those_of_transformers(fills_canvas: bool, max_tiles
 
 @pytest.mark.parametrize("size", SIZES)
 def test_tiles_hold_the_pixels_of_transformers(size: tuple[int, int]) -> None:
-    """Resized ones within one level of 256: theirs are resized by torch, ours by Pillow."""
+    """Resized images differ by at most one level of 256: transformers resizes with torch, Trimtab with Pillow."""
     height, width = size
     picture = a_picture(width, height, seed=sum(size))
     rows, columns = PLAIN.tiles(height, width)

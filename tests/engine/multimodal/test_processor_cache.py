@@ -1,4 +1,4 @@
-"""What was made once is found again while its bytes fit; what is asked for twice at once is made once."""
+"""Items are cached within the byte limit; concurrent requests share one computation."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ TABLE = bytes(1024)
 
 
 class Maker:
-    """Makes items of a size, and counts them. It waits for `go`, and raises what it is given."""
+    """Makes items of a size, and counts them. Waits for `go`, and raises the given exception."""
 
     def __init__(self, size: int = 2048, raises: Exception | None = None) -> None:
         self.size, self.raises, self.count = size, raises, 0
@@ -35,7 +35,7 @@ async def test_an_item_is_made_once() -> None:
 
 async def test_the_least_recently_used_goes_when_the_bytes_do_not_suffice() -> None:
     cache, make = ProcessorCache(2 * 2048), Maker()
-    for name in (b"a", b"b", b"a", b"c"):  # b is the oldest when c comes
+    for name in (b"a", b"b", b"a", b"c"):  # b is the oldest when c is added
         await cache.get(name, make)
     assert (len(cache), cache.num_bytes, make.count) == (2, 4096, 3)
     await cache.get(b"a", make)
@@ -64,7 +64,7 @@ async def test_requests_at_once_wait_for_one() -> None:
     make.go.clear()
     waiting = [asyncio.create_task(cache.get(b"a", make)) for _ in range(3)]
     await asyncio.sleep(0)
-    waiting[0].cancel()  # who began it leaves
+    waiting[0].cancel()  # the first caller is cancelled
     await asyncio.sleep(0)
     make.go.set()
     assert await waiting[1] is await waiting[2]

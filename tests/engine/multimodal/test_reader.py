@@ -1,4 +1,4 @@
-"""Whatever a client sends becomes an item or a reason, in bounded time, while others are served."""
+"""Client content becomes an item or an error in bounded time, while others are served."""
 
 import asyncio
 import dataclasses
@@ -145,7 +145,7 @@ def test_a_checkpoint_says_which_tokens_stand_for_pictures(tmp_path: Path) -> No
 
 
 def patch_size(folder: Path, kind: Literal["image", "video"]) -> int:
-    """How large the patches are that pictures, or videos, of this checkpoint are cut into."""
+    """Return the patch sizes of images and videos of this checkpoint."""
     processor = read_processors(str(folder))[kind]
     assert isinstance(processor, PatchProcessor)
     return processor.patch_size

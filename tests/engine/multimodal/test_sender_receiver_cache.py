@@ -1,4 +1,4 @@
-"""Both ends of a connection know what the core has, without asking: patches are sent once as long as they are kept."""
+"""Both ends of a connection know the core's contents: patches are sent once while they are kept."""
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ def an_item(name: int, size: int = 2048) -> MultiModalItem:
 
 
 def send(sender: Sender, receiver: Receiver, *items: MultiModalItem) -> int:
-    """Send the items; what arrives is whole. How many came with their patches."""
+    """Send the items, check that complete items arrive, and return the number sent with patches."""
     spans = tuple(Span(1 + 3 * place, item) for place, item in enumerate(items))
     prompt = [5] + [9, 9, 6] * len(items)
     folded, sent = sender.shortened(prompt, spans)

@@ -1,4 +1,4 @@
-"""A picture that is cut into tiles stands in the prompt as transformers writes it, and each tile is an item."""
+"""An image split into tiles has transformers' tokens in the prompt, and each tile is an item."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ PATCH = IDS["<|patch|>"]
 
 
 def a_checkpoint(folder: Path) -> str:
-    """What a server reads of one beside its weights."""
+    """Write a server's files of a checkpoint without weights."""
     vision = {"patch_size": 4, "image_size": 16}
     (folder / "config.json").write_text(json.dumps({"vision_config": vision, "image_token_index": PATCH}))
     kind = {"image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 16, "width": 16}}
@@ -54,7 +54,7 @@ def a_picture_of(rows: int, columns: int, *, tokens: int = 2) -> MultiModalItem:
 @pytest.mark.parametrize("tiles", [(1, 1), (1, 2), (2, 1), (3, 2)])
 def test_tokens_around_tiles_are_those_of_transformers(tiles: tuple[int, int]) -> None:
     processor: Any = Llama4Processor
-    said = processor._prompt_split_image(None, tiles, 2)  # it asks itself nothing
+    said = processor._prompt_split_image(None, tiles, 2)  # the image has no prompt text
     for word, number in IDS.items():
         said = said.replace(word, f"{number} ")
     picture = a_picture_of(*tiles)

@@ -42,7 +42,9 @@ def level(picture: Image.Image) -> int:
 @pytest.mark.parametrize("fps", [0.5, 7.3, 24.0, 23.976, 30.0, 60.0])
 @pytest.mark.parametrize("most", [8, 32, 768])
 def test_frames_are_kept_by_the_rule_and_the_rounding_of_qwen2_vl_s_processor(fps: float, most: int) -> None:
-    """Which is written again here, as its module needs torchvision: 2 frames a second, 4 at least, an even number."""
+    """Reimplemented here, as transformers' module needs torchvision: 2 frames per second, at least 4, an even
+    number.
+    """
     for total in (*range(2, 200), 977, 1800, 17_999):
         count = min(max(total / fps * 2, 4), math.floor(min(most, total) / 2) * 2, total)
         count = math.floor(count / 2) * 2
@@ -148,7 +150,7 @@ def test_broken_or_unsupported_video_is_rejected() -> None:
 
 
 def a_movie_that_grows(width: int, height: int) -> bytes:
-    """VP8, whose frames say their size, of which the second is larger than the first, and than the file says."""
+    """VP8, whose frames declare their size; the second frame is larger than the first and than the file's size."""
     av: Any = importlib.import_module("av")
     movies = [a_movie([a_grey(100, *size)], "webm", "libvpx") for size in ((64, 48), (width, height))]
     file = io.BytesIO()

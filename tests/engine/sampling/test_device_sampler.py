@@ -1,4 +1,4 @@
-"""What is sampled on a device, and what is left to the host."""
+"""Sampling on a device, and the requests left to the host."""
 
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ def test_sampling_inputs_are_built_once_per_request() -> None:
     first = sampler._parameters_of(requests[:2])
     assert sampler._parameters_of([requests[1], requests[0]]) == [first[1], first[0]]
     assert sampler._parameters_of(requests[:1])[0] is first[0]
-    for request in requests:  # far more than can run: those of requests that have gone are forgotten
+    for request in requests:  # far more than can run: state of finished requests is dropped
         sampler._parameters_of([request])
     assert len(sampler._parameters) <= 8
 

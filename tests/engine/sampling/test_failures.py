@@ -1,4 +1,4 @@
-"""Rows that no token can be chosen from are told apart, and their neighbours get their tokens."""
+"""Rows without a valid token are detected, and other rows get their tokens."""
 
 import math
 from typing import Any
@@ -42,7 +42,7 @@ def test_a_row_that_is_no_number_fails_alone(params: dict[str, Any], num_bad: in
 
 
 def test_rows_of_a_greedy_batch_are_told_by_the_logit_of_their_token() -> None:
-    """The token of a row with a NaN is where that lies, and any of a row of -inf."""
+    """The token of a row with NaN is the NaN's index, that of a row of -inf is arbitrary."""
     logits = torch.zeros(3, VOCABULARY)
     logits[1, VOCABULARY - 1] = math.nan
     logits[2] = -math.inf

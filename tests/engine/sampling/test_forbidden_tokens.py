@@ -1,4 +1,4 @@
-"""Which tokens a request may not choose just now, with its newest token known and unknown."""
+"""Forbidden tokens of a request, with its newest token known and unknown."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Reports of chosen tokens: what a row says, whoever else is in it."""
+"""Log-probability reports of a row are independent of other rows."""
 
 import torch
 from trimtab_engine.sampling.logprobs import report_logprobs, report_rows, reports_of, score_rows

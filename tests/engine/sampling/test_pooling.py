@@ -1,4 +1,4 @@
-"""From rows of hidden states to one vector: sums, what a preemption leaves of them, and the end."""
+"""Pooling of hidden-state rows to one vector: sums, preemption, and the final vector."""
 
 from array import array
 
@@ -26,7 +26,7 @@ def summed(request: Request) -> tuple[list[float], int]:
 
 
 def test_sums_come_in_the_order_in_which_they_were_asked_for() -> None:
-    """A chunk before a token alone, and rows behind a norm, here twice the hidden states."""
+    """A chunk, then a single token, and rows after a norm (here twice the hidden states)."""
     pooled = [(2, 3), (9, 1), (0, 2), (5, 1)]
     found = pool(HIDDEN, pooled, lambda hidden, index: 2 * hidden[index]).result()
     expected = [2 * HIDDEN[first : first + count].sum(0) for first, count in pooled]

@@ -1,4 +1,4 @@
-"""The sampler: what each parameter does, and that no request's tokens depend on its neighbours."""
+"""The sampler: the effect of each parameter, and independence of requests in a batch."""
 
 import math
 from typing import Any

@@ -1,5 +1,5 @@
-"""The rows of counts and biases: written when they are lent, moved on by what is chosen, taken back from who needs them
-least.
+"""Rows of counts and biases: written when assigned, updated by sampled tokens, reclaimed from the least needy
+requests.
 """
 
 import pytest
@@ -15,7 +15,7 @@ VOCABULARY = 10
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> TokenTable:
-    """Of three rows."""
+    """A table of three rows."""
     monkeypatch.setattr(token_table, "TABLE_BYTES", 3 * 4 * 12)
     return TokenTable(VOCABULARY, 8, CPU)
 
@@ -63,7 +63,7 @@ def test_a_chosen_token_is_counted_before_the_host_knows_it(table: TokenTable) -
 def test_tokens_that_were_chosen_elsewhere_are_counted_too(table: TokenTable) -> None:
     request = penalised(3)
     choose(table, DeviceRow(request), 5)
-    request.token_ids += (5, 6, 7)  # the last two by drafts, say
+    request.token_ids += (5, 6, 7)  # for example, the last two by drafts
     assert counts(table, request) == counts_of(request, VOCABULARY).tolist()
 
 

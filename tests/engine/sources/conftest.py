@@ -1,4 +1,4 @@
-"""A hub on loopback that this process may ask."""
+"""A fake hub on loopback that this process may use."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ LARGE_BYTES = 4096
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """The hub, which this process may ask; nothing else of its environment counts."""
+    """The fake hub; all other environment settings are removed."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)

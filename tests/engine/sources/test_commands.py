@@ -1,4 +1,4 @@
-"""Where a model is named, one of the hub may be: inspect, serve's flags, and LLM."""
+"""Commands that accept a hub model: inspect, serve's flags, and LLM."""
 
 import argparse
 import json

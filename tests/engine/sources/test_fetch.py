@@ -1,4 +1,4 @@
-"""A model of the hub comes into the cache, whatever happens on the way."""
+"""Fetching of hub models into the cache, with faults."""
 
 import os
 import shutil
@@ -24,11 +24,13 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits between attempts here."""
+    """No delay between attempts."""
     monkeypatch.setattr(source, "PAUSES_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(transfer, "LONGEST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda seconds: None))
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # of what was cut off, less than a chunk is lost
+    monkeypatch.setattr(
+        constants, "DOWNLOAD_CHUNK_SIZE", 10_000
+    )  # less than a chunk of an interrupted transfer is lost
     monkeypatch.setattr(transfer, "MAX_FRUITLESS", 2)
 
 

@@ -1,4 +1,4 @@
-"""Which files of a repository are fetched."""
+"""Selection of a repository's files."""
 
 import json
 

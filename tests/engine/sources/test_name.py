@@ -1,4 +1,4 @@
-"""What is written for a model that is elsewhere."""
+"""Names of remote models."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A model of a registry comes into the cache, whatever happens on the way."""
+"""Fetching of models from an OCI registry into the cache, with faults."""
 
 import base64
 import itertools
@@ -41,7 +41,7 @@ def running() -> Iterator[RegistryServer]:
 
 @pytest.fixture
 def registry(running: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> RegistryServer:
-    """A registry without faults; nobody waits between attempts here."""
+    """A registry without faults; no delay between attempts."""
     monkeypatch.setattr(source, "PAUSES_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(transfer, "LONGEST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(transfer, "MAX_FRUITLESS", 2)
@@ -53,7 +53,7 @@ def registry(running: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> Regist
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A model's files by name, and what nobody wants among them."""
+    """A model's files by name, and unneeded files among them."""
     folder = a_repository(tmp_path_factory.mktemp("there") / "tiny")
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
@@ -129,7 +129,7 @@ def test_weights_and_texts_come_however_they_were_packed(
     assert contents(found) == {name: data for name, data in files.items() if name in LOADED}
     assert options.folder is not None
     kept = sum(blob.stat().st_size for blob in options.folder.glob("*/blobs/*"))
-    assert kept == sum(len(files[name]) for name in LOADED)  # neither layers nor what was left in them
+    assert kept == sum(len(files[name]) for name in LOADED)  # neither layers nor their leftovers
 
 
 @pytest.mark.parametrize("packed", [as_oras_pushes, as_modelpack, as_modelkit, as_image])
@@ -141,7 +141,7 @@ def test_metadata_is_fetched_without_weights(
     assert (found.weights_bytes, found.is_safetensors) == (2 * SHARD_BYTES, True)
     assert found.folder.joinpath("config.json").read_bytes() == files["config.json"]
     assert not [*tmp_path.glob("described/*/snapshots/*/*.safetensors")]
-    if packed is as_image:  # of a plain archive headers are read, and what lies near them
+    if packed is as_image:  # only headers of a plain archive are read, and nearby bytes
         asked = [one.range[6:].split("-") for one in registry.asked_for(layers[1].data) if one.range]
         assert sum(int(end) - int(begin) + 1 for begin, end in asked) < len(layers[1].data)
 
@@ -432,7 +432,7 @@ def test_fetch_prints_the_folder(
 def test_a_model_comes_from_dockers_own_registry(
     files: dict[str, bytes], options: FetchOptions, tmp_path: Path
 ) -> None:
-    ports = ReservedPorts("127.0.0.1")  # nobody else gets it before the registry listens
+    ports = ReservedPorts("127.0.0.1")  # no other process gets the port before the registry listens
     port = ports.take()
     settings = {"version": 0.1, "storage": {"filesystem": {"rootdirectory": str(tmp_path / "registry")}}}
     settings["http"] = {"addr": f"127.0.0.1:{port}"}
@@ -458,7 +458,7 @@ def test_a_model_comes_from_dockers_own_registry(
 
 
 def _push(repository: str, layers: Sequence[Layer]) -> str:
-    """Push as the specification says it; the digest of the manifest."""
+    """Push as the specification describes; return the manifest's digest."""
     with httpx.Client(transport=httpx.HTTPTransport(retries=20), timeout=60) as client:
         for data in (b"{}", *(layer.data for layer in layers)):
             place = _first_answer(client, f"{repository}/blobs/uploads/").headers["Location"]

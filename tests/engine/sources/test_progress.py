@@ -1,4 +1,4 @@
-"""How far a download is, in words."""
+"""Text of a download's progress."""
 
 import pytest
 from trimtab_engine.sources.progress import RATE_SECONDS, Downloaded, Meter, Progress

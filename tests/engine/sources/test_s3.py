@@ -1,4 +1,4 @@
-"""A model of a bucket comes into the cache, whatever happens on the way. The store is moto's."""
+"""Fetching of models from a bucket into the cache, with faults. The store is moto's."""
 
 import base64
 import hashlib
@@ -49,7 +49,7 @@ def a_session() -> botocore.session.Session:
 
 @pytest.fixture
 def bucket(store: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """A bucket with a model below `llms/tiny`, which this process may ask; nothing else of its environment counts."""
+    """A bucket with a model below `llms/tiny` that this process may use; all other environment settings are removed."""
     store.faults, name = Faults(), f"models-{next(NUMBERS)}"
     for variable, value in {**KEYS, "AWS_ENDPOINT_URL": store.url, "AWS_EC2_METADATA_DISABLED": "true"}.items():
         monkeypatch.setenv(variable, value)
@@ -252,7 +252,7 @@ def test_the_etag_of_parts_is_the_md5_of_their_md5() -> None:
 
 
 class Heads:
-    """A store of which only the head of an object is asked."""
+    """A store that only serves an object's head."""
 
     def __init__(self, **head: object) -> None:
         self.head, self.asked = head, dict[str, object]()
@@ -263,7 +263,7 @@ class Heads:
 
 
 def checks(etag: str, data: bytes, **head: object) -> list[bool]:
-    """Whether these bytes, and others, pass for an object with this ETag and head."""
+    """Return True if these bytes match an object with this ETag and head, and others do not."""
     client: Any = Heads(**head)
     listing = Listing(RemoteModel(Scheme.S3, "b/p"), "pin", ())
     file = RemoteFile("name", len(data), "d", etag)

@@ -1,4 +1,4 @@
-"""Several engines and one cache: processes of their own, as replicas are."""
+"""Several engines with one cache: separate processes, like replicas."""
 
 import os
 import subprocess

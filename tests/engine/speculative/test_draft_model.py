@@ -1,4 +1,4 @@
-"""The draft model: what it proposes, and that it reads along with the target whatever happens to a request."""
+"""The draft model: its drafts, and that it follows the target under any scheduling."""
 
 from pathlib import Path
 from typing import Any

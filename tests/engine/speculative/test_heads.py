@@ -1,5 +1,5 @@
-"""Heads that read what the model has computed: they propose what transformers' own layers would, whatever happened to
-a request before, and the answers are those without them.
+"""Draft heads: drafts equal those of transformers' own layers under any scheduling, and answers equal those without
+speculation.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Kind = tuple[Path, SpeculativeConfig, Drafts]
 
 @pytest.fixture(scope="module", params=["eagle", "mtp"])
 def kind(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Kind:
-    """(model, configuration, what the head proposes by transformers' layers)."""
+    """(model, configuration, the head's drafts by transformers' layers)."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "eagle":
         save_eagle(folder, model)
@@ -89,7 +89,7 @@ def serve(
 
 
 class Proposed:
-    """Every draft that a head made for a greedy request, with the tokens that it was made behind."""
+    """Return every draft of a greedy request, with the preceding tokens."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []
@@ -106,7 +106,7 @@ class Proposed:
         patch.setattr(HeadProposer, "learn", note)
 
     def check(self, drafts: Drafts, *, least: int) -> None:
-        """All of them are what transformers' layers propose."""
+        """All drafts equal those of transformers' layers."""
         made = [(tokens, own) for tokens, own in self.seen if own]
         assert len(made) >= least
         for tokens, own in made[::3]:  # any will do, and each takes whole forwards
@@ -132,7 +132,7 @@ def test_so_they_are_through_chunks_and_preemption(
         speculative,
         num_gpu_blocks_override=BLOCKS_FOR_ONE,
         max_num_batched_tokens=16,
-        enable_prefix_caching=False,  # a block's last token was read beside another's next one
+        enable_prefix_caching=False,  # a block's last token was computed with another request's next token
         preemption_mode="auto",
         swap_space_bytes=1 << 20,
         swap_space_bytes_cap=1 << 20,

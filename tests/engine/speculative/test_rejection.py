@@ -1,4 +1,4 @@
-"""Verification: what comes out follows the target's distribution exactly, whatever was proposed."""
+"""Verification: output follows the target's distribution exactly, for any drafts."""
 
 import math
 from collections import Counter
@@ -35,7 +35,7 @@ def certain(logits: torch.Tensor, sequences: list[ScheduledSequence]) -> list[Ve
 
 
 def p_value(counts: Counter[Any], expected: dict[Any, float]) -> float:
-    """Of Pearson's chi-square test; outcomes that are expected fewer than 5 times are joined."""
+    """P-value of Pearson's chi-square test; outcomes expected fewer than 5 times are merged."""
     total = sum(counts.values())
     assert set(counts) <= {outcome for outcome, p in expected.items() if p > 0}, "an impossible outcome"
     rare = [outcome for outcome, p in expected.items() if p * total < 5]
@@ -71,7 +71,7 @@ def test_sequences_with_and_without_drafts_mix() -> None:
 
 
 def test_penalties_count_the_drafts_before_each_position() -> None:
-    """The same token is best everywhere; a frequency penalty lets it stand as long as it has not come too often."""
+    """The same token is always best; a frequency penalty accepts it until it is too frequent."""
     logits = torch.zeros(4, VOCABULARY)
     logits[:, 7], logits[:, 8] = 10.0, 8.5
     sequence = a_sequence([7, 7, 7], temperature=0.0, frequency_penalty=1.0)
@@ -139,7 +139,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 
 def joint_distribution(logits: torch.Tensor, **params: Any) -> dict[tuple[int, ...], float]:
-    """What two tokens in a row have to be distributed as, by enumeration. Row n is for the n-th new token."""
+    """Return the joint distribution of two consecutive tokens, by enumeration. Row n is for the n-th new token."""
     first = target_probabilities(logits[:1].clone(), [a_sequence([], **params).request])[0]
     joint: dict[tuple[int, ...], float] = {}
     for token, p in enumerate(first.tolist()):
@@ -172,7 +172,7 @@ def test_drawn_drafts_leave_the_targets_joint_distribution(params: dict[str, Any
             tokens = verified.token_ids
             num_accepted += len(tokens) - 1
             num_first += 1
-            if len(tokens) == 1:  # the second token comes in the next step, which has no drafts
+            if len(tokens) == 1:  # the second token follows in the next step, which has no drafts
                 row = DraftedRequest(sequence.request, tokens)
                 tokens = tokens + sample(logits[1:2].clone(), [row]).token_ids
             counts[tuple(tokens[:2])] += 1
@@ -223,7 +223,7 @@ def test_a_sequence_has_a_row_for_each_number_of_drafts() -> None:
 
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_drafts_that_reach_a_row_without_a_token_end_before_it(is_drawn: bool) -> None:
-    """As behind the end of a grammar where the end is banned too: what stands before it is the request's last word."""
+    """As after the end of a grammar with a banned end token: the tokens before it are final."""
     logits = torch.full((3, VOCABULARY), float("-inf"))
     logits[0, 1] = logits[1, 2] = 0.0
     sequence = a_sequence([1, 2])

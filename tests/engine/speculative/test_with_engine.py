@@ -1,4 +1,4 @@
-"""The engine with speculation: the same answers as without it, whatever happens to a request on the way."""
+"""The engine with speculation: same answers as without it, under any scheduling."""
 
 import itertools
 import random
@@ -54,7 +54,7 @@ def a_request(number: int, *, prompt: int = 20, output: int = 40, **sampling: An
 
 
 class Served:
-    """What a run brought: tokens, outputs and reasons by request, and the drafts' counts."""
+    """Result of a run: tokens, outputs and finish reasons by request, and draft counts."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -236,7 +236,7 @@ def test_seeded_answers_are_those_without_speculation(model: Path, speculative: 
 
 
 def reference_distribution(model: Path, prompt: list[int], params: Sampling) -> dict[tuple[int, ...], float]:
-    """Of the second and third token after a greedy-free first one: all three by enumeration, from single rows."""
+    """Return the joint distribution of the second and third token by enumeration, from single rows."""
     runner = load_runner(str(model), block_size=8, num_blocks=8)
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""PEFT's folders: what they say, and what of it is refused by name."""
+"""PEFT adapter folders: parsed contents, and rejected ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the disk is asked for before it is wanted: the next tensors in the order of the layers, once, not too far."""
+"""Prefetching: the next tensors in layer order, once, within a limit."""
 
 import os
 import threading
@@ -16,7 +16,7 @@ ROWS = 4  # of 8 floats: 128 bytes
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that were asked for, at once; the system is asked, too."""
+    """Names that were prefetched; the system call is made, too."""
     names: list[str] = []
     own = read_ahead._ask
 

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: what is taken, and one clear line for everything that cannot be."""
+"""Opening of checkpoints: supported ones, and a one-line error for others."""
 
 import json
 import struct

@@ -1,5 +1,5 @@
-"""Models that transformers' code computes, divided over tensor-parallel ranks as transformers' own plans say: the ranks
-together must compute what the whole model does. Ranks are threads here; as processes: parallel/test_layouts.py.
+"""transformers models divided over tensor-parallel ranks by transformers' own plans: the ranks together must compute
+the whole model's results. Ranks are threads here; parallel/test_layouts.py has processes.
 """
 
 import json
@@ -32,7 +32,7 @@ OF_EACH_KIND = (
     "Phi3ForCausalLM", "Olmo2ForCausalLM", "GPTNeoXForCausalLM", "Starcoder2ForCausalLM", "Cohere2ForCausalLM",
     "MixtralForCausalLM",
 )  # fmt: skip
-"""Projections that are gathered, norms over all heads, keys beside values, biases, tied weights, experts."""
+"""Gathered projections, norms over all heads, shared keys and values, biases, tied weights, experts."""
 DIVIDED = [
     pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.soak)
     for name in ARCHITECTURES
@@ -53,8 +53,8 @@ def a_rank(folder: Path, rank: ThreadRank, **changes: Any) -> ModelRunner:
 
 
 def logits_of(runner: ModelRunner) -> torch.Tensor:
-    """At every position of a prompt that comes token by token, behind a first piece of several. Empty on ranks that
-    have none.
+    """Return logits at every position of a prompt: a chunk of several tokens, then single tokens. Empty on ranks
+    without logits.
     """
     num_groups = len(runner.facts.kv_groups)
     request = Request.of("r", PROMPT, Sampling(), arrival_time=0.0)

@@ -1,5 +1,5 @@
-"""Architectures without a family of their own, computed by transformers' own code, against transformers itself on tiny
-random checkpoints: on the bare runner, and in engines that preempt, swap, find prefixes and are resized meanwhile.
+"""Models run by transformers' code, compared with transformers itself on tiny random checkpoints: on the bare runner,
+and in engines that preempt, swap, hit the prefix cache and are resized meanwhile.
 """
 
 import json
@@ -84,7 +84,7 @@ def test_the_number_of_parameters_is_the_models(checkpoint: tuple[Path, Any]) ->
 def test_requests_get_transformers_tokens_under_any_scheduling(
     checkpoint: tuple[Path, Any], references: list[Reference]
 ) -> None:
-    """In chunks, preempted and swapped, from the prefix cache in the second round, while the KV cache is resized."""
+    """In chunks, preempted and swapped, with prefix-cache hits in the second round, while the KV cache is resized."""
     config = EngineConfig(
         model=str(checkpoint[0]),
         device_memory_bytes=DEVICE_BYTES,
@@ -109,7 +109,7 @@ def test_requests_get_transformers_tokens_under_any_scheduling(
 
 
 def refusal_of(name: str, **changes: Any) -> str:
-    """What is said of transformers' own configuration of that architecture."""
+    """Changes of transformers' own configuration of the architecture."""
     model_class = getattr(transformers, name)
     words = model_class.config_class(**(SIZES | changes)).to_dict() | {"architectures": [name]}
     with pytest.raises(ModelError) as refused:
@@ -132,14 +132,14 @@ def refusal_of(name: str, **changes: Any) -> str:
         (
             "DeepseekV2ForCausalLM",
             {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
-            "built are equal ones",
+            "supported are equal ones",
         ),
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "it has an encoder, or attends to one"),
     ],
 )
 def test_unsupported_model_is_rejected_with_trial_reason(name: str, changes: dict[str, Any], why: str) -> None:
     said = refusal_of(name, **changes)
-    assert f"config.json: architecture {name} is not supported: transformers' code of it" in said
+    assert f"config.json: architecture {name} is not supported: transformers cannot run it here" in said
     assert why in said
 
 
@@ -149,7 +149,7 @@ def test_unsupported_model_is_rejected_with_trial_reason(name: str, changes: dic
         ({}, "has no causal language model of that name either"),
         (
             {"auto_map": {"AutoModel": "code.Ours"}},
-            r"comes with the checkpoint \(auto_map\), and such code is never run",
+            r"code is in the checkpoint \(auto_map\), and code from checkpoints is never run",
         ),
     ],
 )
@@ -200,7 +200,7 @@ def test_weights_that_are_quantised_are_refused_by_name(olmo: Path, tmp_path: Pa
 def test_a_model_that_is_another_over_paged_attention_is_not_served(
     olmo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that counts positions by where tokens stand in a step, say: for a request alone that is the same."""
+    """A model that derives positions from the index in the step: correct only for a request by itself."""
     rotary = transformers.models.olmo2.modeling_olmo2.Olmo2RotaryEmbedding
     own = rotary.forward
 
@@ -222,7 +222,11 @@ def test_dummy_weights_need_no_checkpoint(olmo: Path, tmp_path: Path) -> None:
     ("name", "layout", "said"),
     [
         ("Olmo2ForCausalLM", Layout(pipeline=2), "--pipeline-parallel-size: Olmo2ForCausalLM runs on transformers"),
-        ("Olmo2ForCausalLM", Layout(tensor=2, expert=True), "--enable-expert-parallel: Olmo2ForCausalLM has no family"),
+        (
+            "Olmo2ForCausalLM",
+            Layout(tensor=2, expert=True),
+            "--enable-expert-parallel: Olmo2ForCausalLM runs on transformers' own code",
+        ),
         ("Olmo2ForCausalLM", Layout(tensor=3), "not divided over 3 ranks: its heads, .*; set one of 1, 2, 4, or start"),
         ("GPT2LMHeadModel", Layout(tensor=2), "not divided over 2 ranks: it has no plan by .*; set one of 1, or start"),
     ],

@@ -1,4 +1,4 @@
-"""Checkpoints whose images transformers' code computes: what is read of them, and what is refused by name."""
+"""Vision-language checkpoints run by transformers' code: parsed configuration, and rejected ones."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ LLAVA: dict[str, Any] = {
     "torch_dtype": "float16",
     "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, "hidden_size": 1024},
 }  # fmt: skip
-"""As LLaVA 1.5's says it, which leaves much out."""
+"""LLaVA 1.5's configuration, which relies on many defaults."""
 
 
 @pytest.mark.parametrize("kind", list(TOKENS))
@@ -69,7 +69,7 @@ def test_language_model_defaults_equal_transformers() -> None:
 def test_an_output_layer_is_tied_where_all_that_is_said_says_so(
     outer: bool | None, inner: bool | None, is_tied: bool
 ) -> None:
-    """Where they differ a checkpoint with an output layer is computed with it, and one without is refused."""
+    """If the two fields differ, the output layer is used if it exists; otherwise the checkpoint is rejected."""
     text = LLAVA["text_config"] | {"tie_word_embeddings": inner}
     config = parse_model_config(LLAVA | {"text_config": text, "tie_word_embeddings": outer}, {}, "here")
     assert config.tie_word_embeddings is is_tied
