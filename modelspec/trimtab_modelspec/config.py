@@ -56,7 +56,7 @@ class SigmoidRouting:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """The mixtures of experts. `dense_layers` have a plain MLP instead; `renormalize`: the top weights sum to 1."""
+    """The MoE layers. `dense_layers` have a plain MLP instead; `renormalize`: the top weights sum to 1."""
 
     num_experts: int
     num_experts_per_token: int

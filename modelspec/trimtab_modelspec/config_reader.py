@@ -177,7 +177,9 @@ class ConfigReader:
         """Return the number of vision encoder layers, limited because tensors are listed before reading."""
         value = self.positive(key, default=default)
         if value > MAX_VISION_LAYERS:
-            raise ModelError(f"{self.where}: {key} is {value}; towers of {MAX_VISION_LAYERS} layers at most are built")
+            raise ModelError(
+                f"{self.where}: {key} is {value}; vision encoders of at most {MAX_VISION_LAYERS} layers are supported"
+            )
         return value
 
     def listed(self, key: str, length: int | None = None) -> list[int]:

@@ -87,7 +87,7 @@ def mlp_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
 
 
 def moe_tensors(config: ModelConfig, prefix: str) -> dict[str, StoredTensor]:
-    """Return the router and the experts of a mixture's layer, each expert's projections on their own."""
+    """Return the router and the experts of an MoE layer, each expert's projections on their own."""
     assert config.moe is not None
     hidden, wide = config.hidden_size, config.moe.intermediate_size
     rows, columns = StoredTensor((wide, hidden), "experts"), StoredTensor((hidden, wide), "experts")

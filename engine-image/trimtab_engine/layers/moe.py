@@ -1,4 +1,4 @@
-"""A mixture of experts on one rank: routing, the experts that are held here, and the sum over the ranks of the group.
+"""A MoE on one rank: routing, the experts that are held here, and the sum over the ranks of the group.
 
 Data-parallel ranks have different tokens and one set of experts: each rank gathers the tokens of all, computes its
 experts' (or its slice of every expert's) part for all of them, and the parts are summed and handed back:

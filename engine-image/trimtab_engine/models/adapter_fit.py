@@ -11,7 +11,7 @@ from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
 from trimtab_engine.weights.adapter_files import TENSORS_FILE, PeftAdapter
 
 NOT_ADAPTED: dict[Part, str] = {
-    "experts": "experts of a mixture",
+    "experts": "experts of an MoE",
     "embedding": "the embeddings",
     "lm_head": "the output layer",
 }

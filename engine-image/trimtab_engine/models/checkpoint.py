@@ -93,14 +93,14 @@ def _is_idle_bias(source: WeightSource, name: str) -> bool:
 
 
 def check_vision_encoder(expected: Shapes, source: WeightSource) -> None:
-    """Raise ModelError unless the towers of a checkpoint are the tensors that are expected."""
+    """Raise ModelError unless the vision encoders of a checkpoint are the tensors that are expected."""
     found = source.shapes()
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing:
         raise _lacking(source, missing)
     if extra:
         raise ModelError(
-            f"{source.where}: the tower has {len(extra)} tensors that are not used, first {extra[0]}; this variant is "
+            f"{source.where}: the vision encoder has {len(extra)} unused tensors, first {extra[0]}; this variant is "
             f"not supported"
         )
     _check_shapes(source, expected)

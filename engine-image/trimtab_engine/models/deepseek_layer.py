@@ -1,4 +1,4 @@
-"""A decoder layer of DeepSeek-V3: latent attention, then an MLP or a mixture like others'."""
+"""A decoder layer of DeepSeek-V3: latent attention, then an MLP or an MoE like others'."""
 
 from trimtab_modelspec.config import ModelConfig
 

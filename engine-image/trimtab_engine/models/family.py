@@ -34,7 +34,7 @@ class VisionEncoder(Protocol):
     dtype: "torch.dtype"
 
     def __call__(self, rows: "torch.Tensor", grid: tuple[int, int, int]) -> "torch.Tensor":
-        """rows [num_patches, row_size] float32 -> embeddings [num_tokens, hidden_size] for the text half."""
+        """rows [num_patches, row_size] float32 -> embeddings [num_tokens, hidden_size] for the language model."""
         ...
 
 
@@ -48,7 +48,7 @@ class Model(Protocol):
 
     @property
     def mixtures(self) -> "Sequence[MixtureOfExperts]":
-        """This rank's mixtures of experts, in the order of their layers."""
+        """This rank's MoE layers of experts, in the order of their layers."""
         ...
 
     def forward(
@@ -127,7 +127,7 @@ class VisionEncoderFamily:
     """Vision encoder of a family."""
 
     parse: Callable[[ConfigReader, ModelConfig], VisionConfig]
-    """Reads config.json, for this text half. Raises ModelError."""
+    """Reads config.json, for this language model. Raises ModelError."""
     tensors: Callable[[VisionConfig], Tensors]
     """Everything that a checkpoint must hold of it, and nothing else."""
     build: "Callable[[VisionConfig, Loader, RankGroup | None], VisionEncoder]"

@@ -40,7 +40,7 @@ MERGE_SIZE = 2  # 1 / pixel_shuffle_ratio
 
 
 def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
-    """Read `vision_config`, for this text half. Raises ModelError."""
+    """Read `vision_config`, for this language model. Raises ModelError."""
     said = words.config.get("vision_config")
     if not isinstance(said, dict):
         raise ModelError(f"{words.where}: vision_config must be an object ({said!r:.100})")

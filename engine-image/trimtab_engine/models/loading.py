@@ -202,7 +202,7 @@ class Loader:
         return self._adapted(projection, own, [rows[1] - rows[0]] * 2)
 
     def router(self, name: str, num_experts: int, *, bias: str | None = None) -> Linear:
-        """A mixture's, never quantised: which experts a token gets hangs on small differences."""
+        """A MoE's, never quantised: which experts a token gets hangs on small differences."""
         return Linear(self(name, rows=(0, num_experts)), None if bias is None else self(bias))
 
     def summed(self, name: str, columns: Span, group: RankGroup | None, *, has_bias: bool = False) -> Projection:

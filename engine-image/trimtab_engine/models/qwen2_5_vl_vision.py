@@ -11,7 +11,7 @@ tokens of one time step          in the order of windows of 2 x 2        patches
 ------+-------+---
 10 11 | 12 13 | 14
 ```
-Facts and names need no torch; `Tower` does.
+Facts and names need no torch; `VisionEncoder` does.
 """
 
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ NUM_AXES = 3  # of positions: over time, height and width
 
 
 def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
-    """Read `vision_config`, for this text half. Raises ModelError."""
+    """Read `vision_config`, for this language model. Raises ModelError."""
     said = words.config.get("vision_config")
     if not isinstance(said, dict):
         raise ModelError(f"{words.where}: vision_config must be an object ({said!r:.100})")
@@ -59,7 +59,7 @@ def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
         raise ModelError(f"{own.where}: hidden_act {said['hidden_act']!r} is not supported; only {ACTIVATION!r} is")
     if vision.output_size != text.hidden_size:
         raise ModelError(
-            f"{own.where}: out_hidden_size is {vision.output_size}, the text half's hidden_size {text.hidden_size}"
+            f"{own.where}: out_hidden_size is {vision.output_size}, the language model's hidden_size {text.hidden_size}"
         )
     if len(text.rope.sections) != NUM_AXES or sum(text.rope.sections) != text.head_size // 2:
         raise ModelError(

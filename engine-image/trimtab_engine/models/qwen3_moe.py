@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with mixtures of experts in place of most or all MLPs."""
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with MoE layers of experts in place of most or all MLPs."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ GGUF_EXPERTS = {f"ffn_{name}_exps": f"mlp.experts.{{}}.{name}_proj" for name in 
 
 
 def gguf_words(metadata: Metadata) -> dict[str, Any]:
-    """llama.cpp runs mixtures in all layers, and has the chosen experts' weights sum to 1."""
+    """llama.cpp runs MoE layers in all layers, and has the chosen experts' weights sum to 1."""
     return {
         "num_experts": metadata.positive("expert_count"),
         "num_experts_per_tok": metadata.positive("expert_used_count"),

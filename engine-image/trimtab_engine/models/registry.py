@@ -171,10 +171,10 @@ def has_output_layer(source: WeightSource) -> bool:
 
 
 def open_vision_encoder(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
-    """Open the towers of a checkpoint that sees images. Raises ModelError."""
+    """Open the vision encoders of a checkpoint that sees images. Raises ModelError."""
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
     if source.format == "gguf":
-        raise ModelError(f"{source.where}: a GGUF file holds no tower for images; give a folder with safetensors")
+        raise ModelError(f"{source.where}: a GGUF file has no vision encoder; give a folder with safetensors")
     if source.format != "safetensors":
         return source
     is_whole = architecture_of(source.config, source.where) in transformers_vision.ARCHITECTURES

@@ -36,11 +36,11 @@ class VisionEncoderShard:
         size, index = (1, 0) if group is None else (group.size, group.index)
         if size > 1 and vision.fixed_resolution is not None:
             raise ConfigError(
-                "--mm-encoder-tp-mode weights: the tower of this model is transformers', which ranks cannot share; "
+                "--mm-encoder-tp-mode weights: ranks cannot share transformers' vision encoder; "
                 "give each the whole of it, with --mm-encoder-tp-mode data"
             )
-        first, last = equal_span(vision.num_heads, size, index, f"{FLAG} the tower's num_heads")
-        mlp = equal_span(vision.intermediate_size, size, index, f"{FLAG} the tower's intermediate_size")
+        first, last = equal_span(vision.num_heads, size, index, f"{FLAG} the vision encoder's num_heads")
+        mlp = equal_span(vision.intermediate_size, size, index, f"{FLAG} the vision encoder's intermediate_size")
         width = vision.head_size
         return cls(last - first, (first * width, last * width), mlp, vision.hidden_size, group)
 

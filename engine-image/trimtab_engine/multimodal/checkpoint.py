@@ -71,7 +71,7 @@ def read_placeholders(folder: str, modalities: Sequence[Modality]) -> dict[Modal
 
 
 def read_tile_tokens(folder: str, processors: Processors, tokenizer: str | None = None) -> TileTokens | None:
-    """The tokens around the tiles of a picture, by the words that the tokenizer has for them; None where pictures are
+    """The tokens around the tiles of an image, by the words that the tokenizer has for them; None where images are
     not cut into tiles. Raises ModelError for a tokenizer without them.
     """
     words = _delimiters(processors.image, _object(Path(folder) / "config.json"))
@@ -123,7 +123,7 @@ def _square_tokens(path: Path, named: Mapping[str, int], ids: Mapping[str, int])
 
 
 def _patch_size(folder: Path) -> int:
-    """The tower's."""
+    """The vision encoder's."""
     path = folder / "config.json"
     vision = _object(path).get("vision_config")
     return whole(vision if isinstance(vision, dict) else {}, "patch_size", 14, f"{path}: vision_config")

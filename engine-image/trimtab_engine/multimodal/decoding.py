@@ -31,7 +31,7 @@ ALIASES = {
     "image/x-ms-bmp": "image/bmp",
 }
 FRAME_LIST = "video/jpeg"
-"""A video as JPEG pictures, in base64 with commas between them: vLLM's form."""
+"""A video as JPEG images, in base64 with commas between them: vLLM's form."""
 UNKNOWN_FPS = 24.0  # frame rate of files without timestamps: transformers' default
 Pixels = NDArray[np.uint8]
 
@@ -53,7 +53,7 @@ class DecodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Pictures in RGB, one after the other. `fps`: how many of those kept make a second; an image has one picture."""
+    """Images in RGB, one after the other. `fps`: how many of those kept make a second; an image has one image."""
 
     pictures: Sequence[Image.Image]
     fps: float = UNKNOWN_FPS
@@ -97,7 +97,7 @@ def decode_video(data: bytes, mime: str | None, limits: DecodeLimits) -> Frames:
 
 
 def decode_frame_list(texts: Sequence[str], limits: DecodeLimits) -> Frames:
-    """The frames that were sent as JPEG pictures of one size, in base64. Raises InvalidRequest."""
+    """The frames that were sent as JPEG images of one size, in base64. Raises InvalidRequest."""
     _check_num_frames(len(texts), limits)
     pictures: list[Image.Image] = []
     num_pixels = 0
@@ -135,7 +135,7 @@ def _opened(data: bytes, mime: str | None, limits: DecodeLimits, kinds: Sequence
         raise InvalidRequest(f"it is none of {names}") from None
     except (OSError, ValueError, SyntaxError, struct.error, EOFError, IndexError) as error:
         raise InvalidRequest(f"it cannot be read: {_reason(error)}") from None
-    found = "JPEG" if image.format == "MPO" else str(image.format)  # several pictures of a camera, in one JPEG
+    found = "JPEG" if image.format == "MPO" else str(image.format)  # several images of a camera, in one JPEG
     if found not in kinds:
         raise InvalidRequest(f"it is {MIMES[found]}; send one of {names}")
     check_mime(ALIASES.get(mime or "", mime), MIMES[found])

@@ -36,7 +36,7 @@ WITH_CLASS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Encoders of LLaVA's kind, and their rows in addition to the patches."""
 BICUBIC, LANCZOS = 3, 1  # Pillow's numbers for them, which checkpoints have
 UNSAID_EDGE = 224  # pixels: CLIP's default shorter edge
-MAX_SQUARES = 256  # of a picture
+MAX_SQUARES = 256  # of an image
 Grid = tuple[int, int, int]
 Size = tuple[int, int]
 """Height and width."""
@@ -106,7 +106,7 @@ class SquareProcessor:
         return found
 
     def _check_side(self, kind: str, words: Mapping[str, Any], where: str, *, crops: bool) -> None:
-        """Raise unless the processor's squares are the tower's."""
+        """Raise unless the processor's squares are the vision encoder's."""
         side = self.square_size
         key = "max_image_size" if kind in CUTTING else "crop_size" if crops else "size"
         built: list[Mapping[str, int]] = [{"height": side, "width": side}]
@@ -116,7 +116,7 @@ class SquareProcessor:
             built.append({"": side})
         if edges(words, key, where) not in built:
             raise ModelError(
-                f"{where}: {key} is {words.get(key)!r:.100}; {_written(built)} is needed, since the tower's "
+                f"{where}: {key} is {words.get(key)!r:.100}; {_written(built)} is needed, since the vision encoder's "
                 f"image_size is {side}, and only squares of that size are supported"
             )
         if min(self.squeezed or (self.shorter_edge or side,)) < side:
@@ -188,7 +188,7 @@ class SquareProcessor:
         return tall, math.ceil(int(tall * ratio) / side) * side
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:
-        """FixedResolution of a picture of this size, the whole picture among them."""
+        """FixedResolution of an image of this size, the whole image among them."""
         rows, columns = self.tiles(height, width) or (1, 1)
         return num_frames * (rows * columns + (rows * columns > 1)), 1, 1
 
@@ -197,7 +197,7 @@ class SquareProcessor:
         return grid[0] * self.tokens_per_square
 
     def rows(self, pictures: Sequence[Image.Image]) -> NDArray[np.uint8]:
-        """One RGB picture -> [num_squares, channels * square * square] uint8."""
+        """One RGB image -> [num_squares, channels * square * square] uint8."""
         (picture,) = pictures
         if self.num_squares is not None:
             squares = self._fitted(picture)
@@ -259,7 +259,7 @@ class SquareProcessor:
 
 
 def square_of(config: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Pixels along a side of the tower's squares, and the tokens that become of one. Raises ModelError."""
+    """Pixels along a side of the vision encoder's squares, and the tokens that become of one. Raises ModelError."""
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         raise ModelError(f"{where}: vision_config must be an object ({vision!r:.100})")

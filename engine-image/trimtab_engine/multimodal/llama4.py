@@ -28,7 +28,7 @@ from trimtab_engine.multimodal.processor_settings import NUM_LEVELS, channels, n
 BILINEAR = 2  # Pillow's number for it, which checkpoints have
 KNOWN_TYPES = ("Llama4ImageProcessor", "Llama4ImageProcessorFast")
 MAX_TILES = 64  # of an image: four times the published number
-MERGE_SIZE = 2  # patches along a side of a token: the tower's pixel shuffle by 0.5
+MERGE_SIZE = 2  # patches along a side of a token: the vision encoder's pixel shuffle by 0.5
 Grid = tuple[int, int, int]
 Size = tuple[int, int]
 """Height and width."""
@@ -86,7 +86,7 @@ class TileProcessor:
         return len(self.mean) * self.patch_size**2
 
     def tiles(self, height: int, width: int) -> Size:
-        """Rows and columns of the canvas for a picture of this size: that which shrinks it least, and enlarges it least
+        """Rows and columns of the canvas for an image of this size: that which shrinks it least, and enlarges it least
         where none shrinks it; of equal ones the smallest.
         """
         scales = {
@@ -125,7 +125,7 @@ class TileProcessor:
         return max(1, tall), max(1, wide)
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:
-        """Tiles of a picture of this size, the whole picture among them, and patches along a tile's sides."""
+        """Tiles of an image of this size, the whole image among them, and patches along a tile's sides."""
         rows, columns = self.tiles(height, width)
         side = self.tile_size // self.patch_size
         return num_frames * (rows * columns + (rows * columns > 1)), side, side
@@ -135,7 +135,7 @@ class TileProcessor:
         return grid[0] * grid[1] * grid[2] // MERGE_SIZE**2
 
     def rows(self, pictures: Sequence[Image.Image]) -> NDArray[np.uint8]:
-        """One RGB picture -> [num_patches, channels * patch * patch] uint8."""
+        """One RGB image -> [num_patches, channels * patch * patch] uint8."""
         (picture,) = pictures
         rows, columns = self.tiles(picture.height, picture.width)
         tall, wide = self.size(picture.height, picture.width)

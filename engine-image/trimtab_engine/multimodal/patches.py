@@ -1,4 +1,4 @@
-"""A picture's pixels as rows of patches, and the numbers that a tower reads of them."""
+"""A image's pixels as rows of patches, and the numbers that a vision encoder reads of them."""
 
 from collections.abc import Sequence
 

@@ -6,7 +6,7 @@ from typing import Any
 from trimtab_engine.errors import ModelError
 
 NUM_LEVELS = 256  # values of a channel
-MAX_EDGE = 4096  # pixels: no picture becomes longer
+MAX_EDGE = 4096  # pixels: no image becomes longer
 MEAN = "image_mean"
 LEAST, MOST = 1e-6, 1e6  # of the rescale factor, in float32
 

@@ -95,7 +95,7 @@ class PatchProcessor:
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width after resizing: multiples of `side` within the bounds of the area, of nearly the same shape.
-        Raises InvalidRequest for a picture that is too long and thin.
+        Raises InvalidRequest for an image that is too long and thin.
         """
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise InvalidRequest(
@@ -117,15 +117,15 @@ class PatchProcessor:
         return math.ceil(num_frames / self.frames_per_patch), tall // self.patch_size, wide // self.patch_size
 
     def tiles(self, height: int, width: int) -> None:
-        """It cuts no picture into tiles."""
+        """It cuts no image into tiles."""
 
     def num_tokens(self, grid: Grid) -> int:
         """Placeholders in the prompt."""
         return math.prod(grid) // self.merge_size**2
 
     def rows(self, pictures: Sequence[Image.Image]) -> NDArray[np.uint8]:
-        """RGB pictures of one size -> [num_patches, channels * frames * patch * patch] uint8. Where the last patch over
-        time is not full, the last picture is repeated: an image is a video of one.
+        """RGB images of one size -> [num_patches, channels * frames * patch * patch] uint8. Where the last patch over
+        time is not full, the last image is repeated: an image is a video of one.
         """
         grid = self.grid(len(pictures), pictures[0].height, pictures[0].width)
         times, tall, wide = grid

@@ -30,7 +30,7 @@ NAME_BYTES = 16  # of a tile: an image has up to 17, whose names are part of eac
 
 @dataclass(frozen=True, slots=True)
 class TileTokens(ABC):
-    """The tokens that are written for a picture and around its tiles."""
+    """The tokens that are written for an image and around its tiles."""
 
     picture: int
     """The token that the chat template writes."""
@@ -38,8 +38,8 @@ class TileTokens(ABC):
     def written(
         self, token_ids: Sequence[int], pictures: Sequence[MultiModalItem]
     ) -> tuple[list[int], list[MultiModalItem]]:
-        """The prompt with the tokens of each picture's tiles, and the tiles. Raises InvalidRequest unless the template
-        has written a token for each picture.
+        """The prompt with the tokens of each image's tiles, and the tiles. Raises InvalidRequest unless the template
+        has written a token for each image.
         """
         num_written = token_ids.count(self.picture)
         if num_written != len(pictures):
@@ -111,7 +111,7 @@ class Idefics3Tokens(TileTokens):
     fence: int
     """Token before each tile, and after the last one."""
     whole: int
-    """Names the picture as a whole."""
+    """Names the image as a whole."""
     places: Mapping[tuple[int, int], int]
     """Name a tile's row and column, both counted from 1."""
     line: Sequence[int]

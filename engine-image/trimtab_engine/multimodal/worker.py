@@ -24,7 +24,7 @@ from trimtab_engine.multimodal.qwen2_5_vl import PatchProcessor
 from trimtab_engine.multimodal.video_files import decode_movie, movie_kind
 
 MAX_ADDRESS_BYTES = 2 << 30
-MAX_VALUES_BYTES = 200 << 20  # of one item: four times the largest picture of the published models
+MAX_VALUES_BYTES = 200 << 20  # of one item: four times the largest image of the published models
 Json = dict[str, Any]
 Processor = PatchProcessor | TileProcessor | SquareProcessor
 KINDS: dict[str, type[Processor]] = {"tile_size": TileProcessor, "square_size": SquareProcessor}

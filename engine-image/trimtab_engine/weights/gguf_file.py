@@ -52,7 +52,7 @@ PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 ROPE_FREQUENCIES = "rope_freqs.weight"
 """A divisor for each frequency of the rope: what Llama 3.1's scaling makes of it."""
 SPLIT_COUNT, SPLIT_TENSORS = "split.count", "split.tensors.count"
-TOWER_KIND = "clip"  # the architecture of files with the tower of a model that sees images, mmproj-….gguf
+TOWER_KIND = "clip"  # the architecture of files with the vision encoder of a model that sees images, mmproj-….gguf
 
 
 def _nothing_more(metadata: Metadata) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class GgufSource:
         self._kind, self._names = kind, names[kind]
         self._metadata = Metadata(self._fields, kind, self.where)
         if self._metadata.number("expert_count", 0, COUNT) and not self._names.experts:
-            raise ModelError(f"{self.where}: mixtures of experts in GGUF architecture {kind} are not supported")
+            raise ModelError(f"{self.where}: MoE models in GGUF architecture {kind} are not supported")
         self._divisors = self._numbers(tensors.pop(ROPE_FREQUENCIES)) if ROPE_FREQUENCIES in tensors else []
         self._tensors = {
             ours: held for name, tensor in tensors.items() for ours, held in self._in_our_words(name, tensor).items()
@@ -327,5 +327,5 @@ def _is_read(name: str) -> bool:
 
 def _not_built(kind: str, names: Mapping[str, GgufNames]) -> str:
     if kind == TOWER_KIND:
-        return "is the tower of a model that sees images, not supported for GGUF; give the file of the model itself"
+        return "is a separate vision encoder, which is not supported for GGUF; give the file of the model itself"
     return f"GGUF architecture {kind} is not supported; supported: {', '.join(names)}; others are read from safetensors"

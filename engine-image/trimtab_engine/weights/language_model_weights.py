@@ -72,7 +72,7 @@ class Half:
 
 
 def language_model_weights(whole: WeightSource) -> Half:
-    """A checkpoint without its towers."""
+    """A checkpoint without its vision encoders."""
     return Half(whole, {_plain(name): name for name in whole.shapes() if not TOWERS.match(name)})
 
 
@@ -88,7 +88,7 @@ def language_model_weights_of_transformers(whole: WeightSource) -> Half:
 
 
 def vision_encoder_weights_of_transformers(whole: WeightSource) -> Half:
-    """All but its text half, by the names that the checkpoint has."""
+    """All but its language model, by the names that the checkpoint has."""
     return Half(whole, {name: name for name in whole.shapes() if not _is_text(name)})
 
 

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with a mixture of experts in every layer. Facts only."""
+"""Mixtral (Jiang et al. 2024, arXiv:2401.04088): Mistral with an MoE in every layer. Facts only."""
 
 from trimtab_modelspec.config import ModelConfig, MoeConfig
 from trimtab_modelspec.config_reader import ConfigReader

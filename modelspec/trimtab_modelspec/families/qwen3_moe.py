@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with mixtures of experts in place of most or all MLPs."""
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with MoE layers instead of most or all MLPs."""
 
 from trimtab_modelspec.config import ModelConfig, MoeConfig
 from trimtab_modelspec.config_reader import MAX_LAYERS, ConfigReader

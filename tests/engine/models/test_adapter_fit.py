@@ -42,7 +42,7 @@ def test_adapter_with_known_modules_fits(tmp_path: Path, targets: Any) -> None:
         ({QUERY: (6, 8)}, {"rank": 17}, "its rank is 17, above --max-lora-rank 16; raise that to 17"),
         ({QUERY: (6, 8)}, {"target_modules": ["q_proj", "c_attn"]}, "has c_attn, which is not a module of"),
         ({QUERY: (6, 8)}, {"target_modules": ["proj"]}, "target_modules has proj, which is not a module of"),
-        ({EXPERT: (4, 8)}, {}, "adapters of experts of a mixture are not supported; merge it into the model"),
+        ({EXPERT: (4, 8)}, {}, "adapters of experts of an MoE are not supported; merge it into the model"),
         ({"lm_head": (97, 8)}, {}, "adapters of the output layer are not supported"),
         ({"model.embed_tokens": (97, 8)}, {}, "adapters of the embeddings are not supported"),
     ],

@@ -68,7 +68,7 @@ def test_a_mixture_says_where_its_experts_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = model_facts(str(tmp_path), load_format="dummy")
     assert (facts["num_experts"], facts["num_experts_per_token"], facts["dense_layers"]) == (6, 2, [1])
-    assert facts["weights_by_part"]["experts"] == 6 * 3 * 8 * 10 * 2  # one mixture layer, bfloat16
+    assert facts["weights_by_part"]["experts"] == 6 * 3 * 8 * 10 * 2  # one MoE layer, bfloat16
 
 
 def test_an_architecture_that_is_not_built_has_facts_too(tmp_path: Path) -> None:

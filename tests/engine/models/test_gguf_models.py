@@ -283,7 +283,7 @@ def test_parts_of_two_models_are_told_by_their_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("llama.expert_count", 8, "mixtures of experts in GGUF architecture llama are not supported"),
+        ("llama.expert_count", 8, "MoE models in GGUF architecture llama are not supported"),
         ("llama.rope.dimension_count", 8, "partial_rotary_factor is not supported"),
         ("llama.attention.head_count_kv", [2, 1], "differs from layer to layer"),
         ("llama.attention.head_count", 0, "attention.head_count is 0; a whole number of 1 or more is needed"),
@@ -420,5 +420,5 @@ def test_the_tower_of_a_model_that_sees_images_is_no_model(tmp_path: Path) -> No
     writer = gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
     writer.add_tensor("v.patch_embd.weight", numpy.zeros((4, 4), dtype=numpy.float32))
     write(writer)
-    with pytest.raises(ModelError, match=r"tower of a model that sees images.*give the file of the model itself"):
+    with pytest.raises(ModelError, match=r"is a separate vision encoder.*give the file of the model itself"):
         open_model(str(tmp_path / "mmproj.gguf"))

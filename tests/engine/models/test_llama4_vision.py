@@ -1,4 +1,4 @@
-"""Llama 4's tower equals transformers', on a tiny random checkpoint with every branch of it."""
+"""Llama 4's vision encoder equals transformers', on a tiny random checkpoint with every branch of it."""
 
 import math
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_checkpoint_holds_exactly_the_tensors_of_its_tower(checkpoint: str) ->
         ({"intermediate_size": 48}, "intermediate_size is 48; the adapter reads 2 x 2 patches of 16, which is 64"),
         ({"image_size": 20}, "image_size 20 must be a multiple of 2 x patch_size 4"),
         ({"num_attention_heads": 3}, "heads of 16 / 3 one of 4"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; towers of 1000 layers at most"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; vision encoders of at most 1000 layers"),
     ],
 )
 def test_a_tower_of_another_kind_is_refused_and_named(words: dict[str, Any], message: str) -> None:

@@ -1,4 +1,6 @@
-"""Qwen2.5-VL's tower and positions equal transformers', on a tiny random checkpoint with every branch of the tower."""
+"""Qwen2.5-VL's vision encoder and positions equal transformers', on a tiny random checkpoint with every branch of
+the vision encoder.
+"""
 
 import json
 import math
@@ -75,7 +77,7 @@ def test_a_checkpoint_holds_exactly_the_tensors_of_its_tower(checkpoint: str) ->
     shapes = {name: tensor.shape for name, tensor in vision_encoder_tensors(the_vision(SAID)).items()}
     check_vision_encoder(shapes, open_vision_encoder(checkpoint))
     name, shape = shapes.popitem()
-    with pytest.raises(ModelError, match=f"1 tensors that are not used, first {name}"):
+    with pytest.raises(ModelError, match=f"1 unused tensors, first {name}"):
         check_vision_encoder(shapes, open_vision_encoder(checkpoint))
     with pytest.raises(ModelError, match=f"tensor {name} is .*, config.json implies"):
         check_vision_encoder(shapes | {name: (*shape, 1)}, open_vision_encoder(checkpoint))
@@ -94,11 +96,11 @@ def test_facts_tell_what_the_tower_takes(checkpoint: str, tmp_path: Path) -> Non
     ("words", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"out_hidden_size": 64}, "out_hidden_size is 64, the text half's hidden_size 32"),
+        ({"out_hidden_size": 64}, "out_hidden_size is 64, the language model's hidden_size 32"),
         ({"num_heads": 5}, "heads of 24 / 5"),
         ({"window_size": 7}, "windows of 7 pixels"),
         ({"depth": "three"}, "depth is 'three'"),
-        ({"depth": 10**9}, "depth is 1000000000; towers of 1000 layers at most"),
+        ({"depth": 10**9}, "depth is 1000000000; vision encoders of at most 1000 layers"),
     ],
 )
 def test_a_tower_of_another_kind_is_refused_and_named(words: dict[str, Any], message: str) -> None:

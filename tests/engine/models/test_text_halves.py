@@ -1,4 +1,4 @@
-"""Checkpoints that see images too: their text half is run, and equals transformers on text."""
+"""Checkpoints that see images too: their language model is run, and equals transformers on text."""
 
 from pathlib import Path
 from typing import Any

@@ -81,7 +81,7 @@ def test_a_gif_without_end_sent_as_an_image_costs_one_frame() -> None:
     ("data", "mime", "words"),
     [
         (b"", None, "none of image/png, image/jpeg, image/webp, image/gif, image/bmp"),
-        (b"not a picture", "image/png", "none of"),
+        (b"not an image", "image/png", "none of"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml", "none of"),
         (b"%PDF-1.7", "application/pdf", "none of"),
         (encoded(a_picture(), "TIFF"), None, "none of"),

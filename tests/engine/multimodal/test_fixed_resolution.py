@@ -1,4 +1,4 @@
-"""Pictures become the squares that transformers' own image processors make of them, and prompts have the tokens that
+"""Images become the squares that transformers' own image processors make of them, and prompts have the tokens that
 its processors write around them.
 """
 

@@ -1,4 +1,4 @@
-"""Pictures become the tiles that transformers' own image processor makes of them."""
+"""Images become the tiles that transformers' own image processor makes of them."""
 
 import ast
 import math

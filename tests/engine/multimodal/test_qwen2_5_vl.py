@@ -1,4 +1,4 @@
-"""Pictures become the numbers that transformers' own image processor makes of them, bit for bit."""
+"""Images become the numbers that transformers' own image processor makes of them, bit for bit."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""MP4 and WebM become pictures, or are refused with the limit and the number."""
+"""MP4 and WebM become images, or are refused with the limit and the number."""
 
 import dataclasses
 import importlib.util

@@ -105,12 +105,12 @@ def _by_transformers(kind: str, name: object, where: str) -> str:
 
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if not isinstance(found, str):
-        raise ModelError(f"{where}: {name} with a text half of model_type {kind!r} is not supported")
+        raise ModelError(f"{where}: {name} with a language model of model_type {kind!r} is not supported")
     return found
 
 
 def parse_vision(words: ConfigReader, text: ModelConfig) -> VisionConfig:
-    """The tower's numbers, as transformers reads config.json. Raises ModelError."""
+    """The vision encoder's numbers, as transformers reads config.json. Raises ModelError."""
     size, num_tokens = square_of(words.config, words.where)
     said = _vision_words(words)
     vision = VisionConfig(

@@ -1,5 +1,6 @@
-"""A tower that transformers' code computes. It is a method of the whole model (`get_image_features`), so the whole is
-built, with a text half that has no layers.
+"""A vision encoder that transformers' code computes. It is a method of the whole model (`get_image_features`), so
+the whole is
+built, with a language model that has no layers.
 """
 
 import copy
@@ -57,7 +58,7 @@ class FixedResolutionEncoder:
         expected = (fixed_resolution_of(self.vision).num_tokens, self.vision.output_size)
         if tuple(made.shape) != expected:
             raise ModelError(
-                f"{where}: transformers' tower makes {list(made.shape)} of a square, config.json implies "
+                f"{where}: transformers' vision encoder makes {list(made.shape)} of a square, config.json implies "
                 f"{list(expected)}; this variant is not supported"
             )
 
@@ -96,9 +97,9 @@ def _read(text: str, load: Loader) -> Any:
     own = _names_of_text(whole)
     missing = [name for name in missing if not name.startswith(own)]
     if missing:
-        raise ModelError(f"{load.where}: the weights lack {len(missing)} tensors of the tower, first {missing[0]}")
+        raise ModelError(f"{load.where}: the vision encoder's weights lack {len(missing)} tensors, first {missing[0]}")
     if extra:
-        logger.warning("the weights hold %d tensors that the tower does not use, first %s", len(extra), extra[0])
+        logger.warning("the vision encoder does not use %d tensors, first %s", len(extra), extra[0])
     logger.info("images are computed by transformers %s", transformers.__version__)
     return whole
 

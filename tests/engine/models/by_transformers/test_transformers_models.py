@@ -29,7 +29,7 @@ NUM_TOKENS = 64
 BLOCK_SIZE = 8
 DEVICE_BYTES = RANK_BYTES + (256 << 20)  # of which the least step of the utilisation is a few KV blocks
 PROMPTS = [[5], [5, 6, 7, 8, 9, 10, 11], list(range(20, 60)), [*range(20, 50), 3, 4]]
-# One of each kind: windows, a part of the rotation, soft caps, layers without positions, a mixture, learned positions.
+# One of each kind: windows, a part of the rotation, soft caps, layers without positions, an MoE, learned positions.
 OF_EACH_KIND = (
     "Phi3ForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM", "SmolLM3ForCausalLM", "MixtralForCausalLM",
     "GPT2LMHeadModel",

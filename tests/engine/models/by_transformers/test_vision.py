@@ -91,7 +91,7 @@ def test_an_output_layer_is_tied_where_all_that_is_said_says_so(
             "here: vision_config: quantization_config is {'quant_method': 'awq'}; it is not supported for Llava",
         ),
         ({"text_config": None}, "text_config must be an object"),
-        ({"text_config": {"model_type": "t5"}}, "with a text half of model_type 't5' is not supported"),
+        ({"text_config": {"model_type": "t5"}}, "with a language model of model_type 't5' is not supported"),
     ],
 )
 def test_halves_that_cannot_be_read_are_refused(change: dict[str, Any], words: str) -> None:
@@ -124,7 +124,7 @@ def test_others_that_see_are_refused_by_name_with_why(architecture: str) -> None
         ),
         ("smolvlm", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; 'gelu_py"),
         ("smolvlm", {}, {"patch_size": [4, 4]}, r"vision_config: patch_size is \[4, 4\], .*; 4 works$"),
-        ("llava", {}, {"num_hidden_layers": 10**9}, "vision_config: num_hidden_layers is 1000000000; towers of 1000"),
+        ("llava", {}, {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; vision encoders of at most 1000"),
         ("internvl", {}, {"hidden_act": "evil"}, "vision_config: hidden_act is 'evil', .*; 'gelu' works$"),
         ("llava", {"projector_hidden_act": "evil"}, {"hidden_act": "evil"}, "'evil'.*, whichever one of its words"),
     ],
