@@ -48,7 +48,7 @@ class Model(Protocol):
 
     @property
     def mixtures(self) -> "Sequence[MixtureOfExperts]":
-        """This rank's MoE layers of experts, in the order of their layers."""
+        """This rank's MoE layers, in the order of their layers."""
         ...
 
     def forward(

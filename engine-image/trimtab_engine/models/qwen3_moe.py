@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with MoE layers of experts in place of most or all MLPs."""
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 with MoE layers instead of most or all MLPs."""
 
 from typing import Any
 
