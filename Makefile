@@ -57,6 +57,7 @@ check: venv ## format, lint, types, import contracts, docs, drift of CRD, chart 
 	$(BIN)/python -m trimtab_operator.resource.crd --check
 	diff -u $(CRD) $(CHART_CRD)
 	$(BIN)/python hack/adr_index.py --check
+	$(BIN)/python hack/style.py --check
 	$(BIN)/python hack/version.py --check
 	$(BIN)/python hack/reference_docs.py --check
 	$(MKDOCS) build --quiet --strict --site-dir build/site

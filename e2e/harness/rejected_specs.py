@@ -33,7 +33,11 @@ REJECTED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ),
     ("canary", {"tuning": {"restartClass": "Canary"}}, ("spec.tuning.restartClass", "set Never")),
     ("scaling", {"scaling": {"minReplicas": 4, "maxReplicas": 3}}, ("spec.scaling.minReplicas", "above maxReplicas 3")),
-    ("zero", {"scaling": {"minReplicas": 0, "maxReplicas": 3}}, ("spec.scaling.minReplicas", "no metrics to scale up by")),
+    (
+        "zero",
+        {"scaling": {"minReplicas": 0, "maxReplicas": 3}},
+        ("spec.scaling.minReplicas", "no metrics to scale up by"),
+    ),
     ("objectives", {"objectives": {"ttft": {"target": "0s"}}}, ("spec.objectives.ttft", "above zero")),
     ("deadline", {"engine": {"schedulingPolicy": "deadline"}}, ("schedulingPolicy", "set spec.objectives.ttft.target")),
     ("labels", {"metrics": {"labels": {"engine": "0"}}}, ("spec.metrics.labels", "a label of the engines' metrics")),

@@ -206,7 +206,8 @@ def measure_many_streams(server: Running) -> Rate:
 
 def measure_detokenizing(model: str) -> dict[str, float]:
     """Measure the microseconds per token of one sequence's incremental detokenization: the median and the best of the
-    rounds."""
+    rounds.
+    """
     from trimtab_engine.text.tokenizer import Detokenizer, Tokenizer
 
     tokenizer = Tokenizer(model)

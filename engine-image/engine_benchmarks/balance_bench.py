@@ -85,7 +85,8 @@ def round_robin(cluster: Cluster, request: Request) -> int:
 
 def exact_admission(cluster: Cluster, request: Request) -> int:
     """Admit as engine_client/client.py does: try the least loaded core first; a core that cannot run the request at
-    once rejects it; if all do, the least loaded one queues it."""
+    once rejects it; if all do, the least loaded one queues it.
+    """
     refused: frozenset[int] = frozenset()
     while True:
         core = cluster.balancer.choose(refused)

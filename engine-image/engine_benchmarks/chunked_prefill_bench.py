@@ -37,7 +37,8 @@ def step(llm: LLM) -> tuple[float, set[str]]:
 
 def interrupted_streams(llm: LLM, words: Words) -> dict[str, float]:
     """Submit a long prompt while streams decode: return their longest and median gap until its first token, and its
-    wait."""
+    wait.
+    """
     streams = [f"stream-{number}" for number in range(STREAMS)]
     for name in streams:
         llm.engine.add(request(name, words.draw(SHORT_PROMPT), 1000))

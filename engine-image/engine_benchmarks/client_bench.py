@@ -78,7 +78,8 @@ def measure(num_chunks: int) -> Outcome:
 
 def report(rounds: int) -> dict[str, Any]:
     """Return medians over the rounds: microseconds of processor time per request with one chunk, and per further
-    chunk."""
+    chunk.
+    """
     single = statistics.median(measure(1).client_cpu_seconds for _ in range(rounds)) / REQUESTS
     many = statistics.median(measure(CHUNKS).client_cpu_seconds for _ in range(rounds)) / REQUESTS
     per_chunk = (many - single) / (CHUNKS - 1)

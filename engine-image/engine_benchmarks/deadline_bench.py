@@ -126,7 +126,8 @@ async def measure(
     model: str, flags: Sequence[str] = (), *, load: float, seconds: float, target: float, rounds: int
 ) -> dict[str, Any]:
     """Return medians and runs by policy. A round's rate is `load` times a server's capacity while the other one is
-    loaded too."""
+    loaded too.
+    """
     runs: dict[str, list[Figures]] = {order: [] for order in ORDERS}
     at_most: list[float] = []
     tokenizer = Tokenizer(model)

@@ -139,7 +139,8 @@ def transformers_continuous(model: Any) -> Run:
 
 class _Race:
     """Contenders that alternate with the same work; each one's shortest time counts. A failing one is removed and
-    noted."""
+    noted.
+    """
 
     def __init__(self, contenders: dict[str, Run]) -> None:
         self._contenders = contenders

@@ -53,7 +53,8 @@ class Compared:
 
 def sentencepiece(folder: Path, kind: str) -> Tokenizer:
     """Build a tokenizer like Llama 2's ("llama") or Mistral's newer files ("mistral"): bytes, pieces with and without a
-    leading blank, a special token. Id = byte for the first 256."""
+    leading blank, a special token. Id = byte for the first 256.
+    """
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + [*WORDS, *(f"▁{word}" for word in WORDS), "▁"]
     fast = FastTokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True))
     if kind == "llama":

@@ -59,7 +59,8 @@ LONG: dict[str, object] = {"kind": "regex", "value": r"([a-z]{1,12} )+"}
 @dataclass(frozen=True, slots=True)
 class MaskCost:
     """One grammar. Milliseconds of its compilation; microseconds of processor time for a mask, median and worst, in a
-    random walk, including the first masks; for a copy, and for an accepted token."""
+    random walk, including the first masks; for a copy, and for an accepted token.
+    """
 
     grammar: str
     trial_ms: float
@@ -72,7 +73,8 @@ class MaskCost:
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Decode steps of `batch` requests. Medians over the rounds: milliseconds of a step without grammars, and the ratio
-    with and without; processor time of applying a bitmask."""
+    with and without; processor time of applying a bitmask.
+    """
 
     batch: int
     without_ms: float

@@ -99,7 +99,8 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Milliseconds of processor time per step, medians except for `quiet_ms`, the tenth percentile: steps least
-    disturbed by other work on the machine. `message_ms`: time to send a step's output to the API server."""
+    disturbed by other work on the machine. `message_ms`: time to send a step's output to the API server.
+    """
 
     running: int
     context: int

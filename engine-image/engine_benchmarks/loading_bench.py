@@ -127,7 +127,8 @@ def read_all(files: Sequence[Path]) -> float:
 
 def load(folder: Path, ranks: int, threads: int) -> float:
     """Return the seconds from the first rank's first weight until all ranks have theirs. Process start and imports are
-    excluded."""
+    excluded.
+    """
     began: list[float] = []
 
     def note(stage: str, percent: float) -> None:

@@ -66,7 +66,8 @@ async def compare(
     server: LocalServer, name: str, settings: Sequence[Any], load: Callable[[int], Load], rounds: int
 ) -> list[Row]:
     """Compare settings of the live field `name`, in turns. Returns per setting the medians over the rounds, and every
-    round's figures under `rounds`."""
+    round's figures under `rounds`.
+    """
     seen: dict[Any, list[Row]] = {setting: [] for setting in settings}
     for number in range(rounds):
         for setting in settings:
@@ -85,7 +86,8 @@ def medians(runs: Sequence[Row]) -> Row:
 
 async def chunked_prefill(model: str, rounds: int) -> Row:
     """Send long prompts while others decode. Small budgets should improve ITL, large ones TTFT; requests submitted at
-    once show the budget's effect on throughput."""
+    once show the budget's effect on throughput.
+    """
     budgets = (64, 256, 1024)
     flags = ("--device", "cpu", "--max-model-len", "2048", "--num-gpu-blocks-override", "1000", "--max-num-seqs", "32")
     words = Words(None, seed=1)
@@ -162,7 +164,8 @@ async def preemption(model: str, rounds: int) -> Row:
 
 async def resize(model: str, rounds: int) -> Row:
     """Shrink the KV cache to half and grow it again while streams decode: the longest gap between two tokens of any
-    stream, compared with the longest one without a resize."""
+    stream, compared with the longest one without a resize.
+    """
     flags = ("--device", "cpu", "--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "256")
     more = ("--device-memory-bytes", "1600Mi", "--gpu-memory-utilization", "0.95")
     samples = random_samples(6, RandomLengths(64, 100), Words(None, seed=3))
@@ -212,7 +215,8 @@ async def _resized(server: LocalServer, samples: Sequence[Sample], low: float, h
 
 def decode_gaps(outcome: Outcome) -> list[float]:
     """Return the gaps between tokens once every request has its first one: earlier gaps include other requests'
-    prompts."""
+    prompts.
+    """
 
     def first_token(result: RequestResult) -> float:
         return result.start_time + result.ttft

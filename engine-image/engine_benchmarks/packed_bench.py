@@ -74,7 +74,8 @@ Round = Callable[[], Timed]
 
 def of_one_token(rounds: Sequence[Timed]) -> Spent:
     """Return the best total minus the best prompt time. The best difference would be that of the round whose prompt was
-    disturbed most, and may be negative."""
+    disturbed most, and may be negative.
+    """
 
     def least(read: Callable[[Spent], float]) -> float:
         return (min(read(timed.whole) for timed in rounds) - min(read(timed.before) for timed in rounds)) / STEPS

@@ -159,7 +159,8 @@ class Cores:
 
     async def serve(self, outputs: Sequence[int], *, interval: float = 0.0, pinned: Sequence[int | None] = ()) -> Run:
         """Serve requests with these output lengths, one every `interval` seconds on average; `pinned` selects their
-        cores."""
+        cores.
+        """
         self.run = Run()
         vocabulary = self.client.ready.vocab_size if self.client.ready else 0
         dice = random.Random(0)

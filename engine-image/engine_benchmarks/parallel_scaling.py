@@ -86,7 +86,8 @@ MODELS: tuple[tuple[str, dict[str, Any], tuple[Layout, ...]], ...] = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """One layout at one load. `step_seconds`: time per token of a request; `exchange_share`: fraction of the slowest
-    stage's time. `num_requests` is limited by memory; 0 if the weights do not fit."""
+    stage's time. `num_requests` is limited by memory; 0 if the weights do not fit.
+    """
 
     num_requests: int
     step_seconds: float
@@ -150,7 +151,8 @@ class _Stage:
 
     def seconds(self, tokens: float, context: int) -> tuple[float, float]:
         """Return (work, exchange) seconds of a step with `tokens` tokens of this rank's engine, one for each
-        request."""
+        request.
+        """
         config, moe = self._config, self._config.moe
         chosen = 0.0 if moe is None else moe.num_experts_per_token / moe.num_experts
         shared = tokens * self._layout.data
@@ -172,7 +174,8 @@ class _Stage:
 
 def _ring(num_bytes: float, ranks: int, *, passes: int) -> float:
     """Return the bytes sent by a ring: each pass sends (ranks - 1) / ranks of the bytes; an all-reduce has two passes,
-    a gather or scatter one."""
+    a gather or scatter one.
+    """
     return 0.0 if ranks == 1 else LINK_LATENCY_SECONDS + passes * (ranks - 1) / ranks * num_bytes / LINK
 
 

@@ -24,7 +24,8 @@ FACTORS = {"Q4_K": ((0, 1e-4), (2, 7.5e-4)), "Q6_K": ((208, 7e-5),)}
 
 def type_of(name: str, layer: int, layers: int) -> str:
     """Return Q4_K_M's type: Q6_K for the output layer, and for values and down projections of the outer and every third
-    layer."""
+    layer.
+    """
     is_outer = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     is_wide = name in ("token_embd.weight", "output.weight")
     return "Q6_K" if is_wide or (is_outer and ("attn_v" in name or "ffn_down" in name)) else "Q4_K"

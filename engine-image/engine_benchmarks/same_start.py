@@ -128,7 +128,8 @@ def _running(program: str) -> "Iterator[subprocess.Popen[bytes]]":
 @contextmanager
 def memory_limited_group(limit_bytes: int) -> Iterator[bool]:
     """Put this process and its children into a control group with a memory limit. Yields False if none can be
-    created."""
+    created.
+    """
     is_v2 = (CGROUPS / "cgroup.controllers").exists()
     parent = CGROUPS if is_v2 else CGROUPS / "memory"
     group = parent / f"trimtab-same-start-{os.getpid()}"

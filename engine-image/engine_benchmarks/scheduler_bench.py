@@ -121,7 +121,8 @@ def make_scheduler(num_blocks: int, running: int, budget: int) -> Scheduler:
 
 def measure_steady_decode(running: int, steps: int) -> Measurement:
     """Measure `running` requests that all decode. Prompt lengths differ, so that block boundaries spread over the
-    steps."""
+    steps.
+    """
     output = steps + 2 * WARM_UP_STEPS
     blocks = running * (-(-(64 + BLOCK_SIZE + output) // BLOCK_SIZE)) + MAX_MODEL_LEN
     load = Load(make_scheduler(blocks, running, budget=running * 128))
@@ -138,7 +139,8 @@ def measure_steady_decode(running: int, steps: int) -> Measurement:
 
 def measure_mixed(steps: int) -> Measurement:
     """Measure a load with as many new requests as completed ones; prompts of 16 to 1,024 tokens, outputs of 16 to
-    512."""
+    512.
+    """
     rng = random.Random(1)
     wanted_tokens = MIXED_RUNNING * (520 + 264 // 2)  # mean prompt and half of the mean output
     load = Load(make_scheduler(int(wanted_tokens * MIXED_KV_SHARE) // BLOCK_SIZE, MIXED_RUNNING, MIXED_BUDGET))

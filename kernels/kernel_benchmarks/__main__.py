@@ -77,7 +77,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def measure_ours(run: Run, seed: int) -> list[int]:
     """Measure kernels and engine; return the phases' exit codes. Kernels that ran out of time continue after the
-    engine."""
+    engine.
+    """
     kernels = ("kernel_rows", "--seed", str(seed))
     if run.options.kernels:
         return [run(*kernels)]
@@ -105,7 +106,8 @@ def measure_peers(run: Run, seed: int) -> list[str]:
 
 def main(arguments: list[str] | None = None, part: RunPart = run_phase) -> int:
     """Return exit code 0 if every row ran and is correct, 1 if one is not, 2 without a GPU or Triton, 3 if time ran out
-    before all rows. Peers do not affect it."""
+    before all rows. Peers do not affect it.
+    """
     options = parse(arguments)
     run = Run(options, time.time(), part)
     use_wheels(options.wheels)

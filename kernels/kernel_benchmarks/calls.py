@@ -50,7 +50,8 @@ SHAPES = "kernels/kernel_benchmarks/shapes"
 class Step:
     """One command and its time limit in seconds. `needs`: a required program; without it the step is skipped with a
     message. `ok`: exit codes that are not failures. `lane`: from 1; steps of a lane run one after the other. The first
-    lane has the device exclusively; the other lanes start when it has ended, in parallel."""
+    lane has the device exclusively; the other lanes start when it has ended, in parallel.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -77,7 +78,8 @@ class Outcome:
 
 def _pytest(*arguments: str, jobs: int = 0) -> tuple[str, ...]:
     """Return the pytest command on the device. Its options replace pyproject.toml's, which name plug-ins that such a
-    machine may lack."""
+    machine may lack.
+    """
     spread = ("-n", str(jobs)) if jobs else ()
     fixed = ("-q", "-o", "addopts=--import-mode=importlib", "-W", "default", "-p", "no:cacheprovider", "-m", "not cpu")
     wheels = (PYTHON, "-m", "kernel_benchmarks.wheels", "build/wheels", "pytest")
@@ -176,7 +178,8 @@ def run_call(
     kernels: Path = compiled.FOLDER,
 ) -> int:
     """Run all steps within the budget, in order in each lane, the first lane before the others. Return exit code 0, 1
-    if one failed, 3 out of time."""
+    if one failed, 3 out of time.
+    """
     output.mkdir(parents=True, exist_ok=True)
     lanes = sorted({step.lane for step in steps})
     logs = {lane: output / f"call-{call}{f'-{lane}' if lane > 1 else ''}.log" for lane in lanes}

@@ -97,7 +97,8 @@ def _step_of_all(engine: "Engine", batch: int) -> "StepOutputs":
 
 def busy_share(engine: "Engine", batch: int) -> float:
     """Return the fraction of time in which the GPU was busy, between the first and the last kernel of some decode
-    steps."""
+    steps.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     add(engine, decode_load(batch, CONTEXT, PROFILED_STEPS))
@@ -116,7 +117,8 @@ GAP_MICROSECONDS = 10.0
 
 def covered_fraction(intervals: list[tuple[float, float]]) -> float:
     """Return the fraction of the time from the first start to the last end (microseconds) that is covered by intervals,
-    counting gaps below GAP as covered: the device takes that long between two kernels in any case."""
+    counting gaps below GAP as covered: the device takes that long between two kernels in any case.
+    """
     if not intervals:
         raise RuntimeError("the profiler saw no kernel")
     taken, reached = 0.0, min(start for start, _ in intervals)

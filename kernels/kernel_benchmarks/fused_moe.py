@@ -1,5 +1,6 @@
 """fused_moe at the shapes of Qwen3-30B-A3B and, for one of eight ranks, DeepSeek-V3, the latter also in float8
-blocks."""
+blocks.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial

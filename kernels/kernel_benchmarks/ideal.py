@@ -63,7 +63,8 @@ QWEN3_8B = ModelShape("qwen3-8b", 36, 4096, 12288, 32, 8, 128, 151936, False, Tr
 
 def step_seconds(shape: ModelShape, batch: int, cached_tokens: int, *, bandwidth: float, flops: float) -> float:
     """Return the seconds of one decode step of `batch` sequences with `cached_tokens` in total. bandwidth in
-    bytes/s."""
+    bytes/s.
+    """
     read = shape.matmul_params * BYTES + cached_tokens * shape.kv_bytes_per_token
     return max(read / bandwidth, 2 * shape.matmul_params * batch / flops)
 

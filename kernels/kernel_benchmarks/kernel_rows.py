@@ -108,7 +108,8 @@ def microseconds(entry: Entry) -> str:
 
 def run(rows: Iterator[Row], phase: Phase, seconds: Seconds, *, peers: bool) -> list[str]:
     """Run every selected row (or its compiled peers) without a result; return the names of rows that were not
-    reached."""
+    reached.
+    """
     left: list[str] = []
     for row in rows:
         done = all(phase.report.has_peer(row.name, peer) for peer in row.compiled) if peers else False
@@ -127,7 +128,8 @@ def run_modules(
     modules: Sequence[ModuleType], device: torch.device, phase: Phase, seconds: Seconds, *, peers: bool
 ) -> list[str]:
     """Run one kernel after the other. A kernel whose inputs cannot be created is a row with its error, and the next
-    kernel is measured."""
+    kernel is measured.
+    """
     left: list[str] = []
     for module in modules:
         try:

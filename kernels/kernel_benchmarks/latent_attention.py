@@ -1,5 +1,6 @@
 """latent_decode and latent_prefill at DeepSeek-V3's widths: its heads on one GPU, and on eight tensor-parallel ranks.
-Without targets, because no GPU had run them when they were written."""
+Without targets, because no GPU had run them when they were written.
+"""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,5 +1,6 @@
 """Layers of Llama-3.1-8B for few rows, six launches each: with ordinary launches, and on Hopper and later also with
-dependent launches. One run shows whether the latter are correct and what they gain."""
+dependent launches. One run shows whether the latter are correct and what they gain.
+"""
 
 from collections.abc import Iterator
 from functools import partial

@@ -96,7 +96,8 @@ def flashinfer_paged(
 
 def on_first_call(make: Callable[[], Call]) -> Call:
     """Return a call that is prepared at first use: rows that are not measured cost nothing, and a missing peer is
-    reported."""
+    reported.
+    """
     made: list[Call] = []
 
     def call() -> torch.Tensor:

@@ -1,5 +1,6 @@
 """paged_prefill: causal prompts at Llama-3.1-8B's heads, compared with torch's dense attention; on Hopper each shape
-also with the warp-specialised kernel, so that one run shows which is correct and faster."""
+also with the warp-specialised kernel, so that one run shows which is correct and faster.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,5 +1,6 @@
 """rope_and_cache on the projections of Llama-3.1-8B and of Qwen3-0.6B, which has norms, compared with its separate
-steps."""
+steps.
+"""
 
 from collections.abc import Iterator
 from functools import partial

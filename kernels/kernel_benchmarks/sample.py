@@ -1,5 +1,6 @@
 """Sampling over a vocabulary of 128256 from logits of the lm_head: greedy, plain temperature, top-k with top-p, and
-top-p of a row so flat that the whole row is searched; compared with torch's argmax and sort."""
+top-p of a row so flat that the whole row is searched; compared with torch's argmax and sort.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,5 +1,6 @@
 """skinny_gemm: the four GEMMs of a layer of Llama-3.1-8B for 1 and 16 rows, compared with the operators they
-replace."""
+replace.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial

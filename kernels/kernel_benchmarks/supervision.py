@@ -18,7 +18,8 @@ EXPECTED = (DONE, FAILED, NO_GPU, OUT_OF_TIME)
 
 def run_phase(module: str, arguments: list[str], path: Path, run: str, *, deadline: float) -> int:
     """Run `python -m MODULE ARGUMENTS` to its end and return its exit code (phase.py), OUT_OF_TIME if it was killed at
-    the deadline. `path` is the report's, which contains the row that was being measured."""
+    the deadline. `path` is the report's, which contains the row that was being measured.
+    """
     while time.time() < deadline:
         code, why = _watch([sys.executable, "-m", module, *arguments], path, run, deadline)
         report = Report(path, run)

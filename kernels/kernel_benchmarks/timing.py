@@ -35,7 +35,8 @@ def check_device() -> None:
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     """Return the faster of launching the call and of replaying it from a graph, as an engine does: with several small
     kernels, launching would measure the host, and with a single one, replaying would measure the graph. The first call
-    may compile. Raises the call's exceptions."""
+    may compile. Raises the call's exceptions.
+    """
     for _ in range(WARM_UP_CALLS):
         call()
     torch.cuda.synchronize()
@@ -47,7 +48,8 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 def _try_capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     """Return the captured graph, or None if the call cannot be captured: it waits for the device, or its library
-    forbids it."""
+    forbids it.
+    """
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

@@ -1,5 +1,6 @@
 """w8a8_block_fp8 at shapes of DeepSeek-V3 and Llama-3.1-8B, compared with torch's float8 GEMM with one scale, and on
-Hopper with the warp-specialised kernel for many tokens, so that one run shows which is correct and faster."""
+Hopper with the warp-specialised kernel for many tokens, so that one run shows which is correct and faster.
+"""
 
 from collections.abc import Iterator
 from functools import partial

@@ -18,7 +18,8 @@ from pathlib import Path
 
 def use_wheels(folder: Path) -> list[str]:
     """Unpack the wheels whose package is not installed and add them to the path, including child processes'. Returns
-    the names of the packages; none if the folder does not exist."""
+    the names of the packages; none if the folder does not exist.
+    """
     missing = [wheel for wheel in sorted(folder.glob("*.whl")) if not _is_installed(_package(wheel))]
     if missing:
         target = tempfile.mkdtemp(prefix="wheels-")

@@ -60,7 +60,8 @@ def update_best(best: tl.tensor, best_tokens: tl.tensor, values: tl.tensor, toke
 @jit
 def split_range(split: tl.tensor, split_tiles: tl.tensor, vocab_size: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """Return (first token of a split, its end). Both are known to be multiples of 16 if the vocabulary size is one,
-    which allows 16-byte loads."""
+    which allows 16-byte loads.
+    """
     first = split * split_tiles * (4 * BLOCK)
     return first, tl.minimum(first + split_tiles * (4 * BLOCK), vocab_size)
 

@@ -83,7 +83,8 @@ def decode_attention_cpu(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [num_sequences, num_heads, head_size]. Overwrites the pattern's scores. sinks [num_heads]: as in
-    paged_attention."""
+    paged_attention.
+    """
     num_sequences, num_heads, head_size = query.shape
     weights = reads.weights
     torch.sparse.sampled_addmm(

@@ -129,7 +129,8 @@ def fused_moe_triton(
     facts: DeviceFacts | None = None,
 ) -> torch.Tensor:
     """Launch the kernels. Shapes must have been checked. float8 weights have scales, and then the activations are
-    quantised before each GEMM."""
+    quantised before each GEMM.
+    """
     num_tokens = x.shape[0]
     if num_tokens == 0:
         return torch.empty_like(x)

@@ -36,7 +36,8 @@ def attend_latent_batch(
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend over a step: query [rows, num_heads, width]; rows from num_tokens on are padding and yield zeros. This
-    step's vectors are already in the cache. `output` receives the result, [rows, num_heads, kv_rank] and contiguous."""
+    step's vectors are already in the cache. `output` receives the result, [rows, num_heads, kv_rank] and contiguous.
+    """
     if output is None:
         output = torch.empty((*query.shape[:2], kv_rank), dtype=query.dtype, device=query.device)
     first, last, longest = batch.num_decodes, batch.num_tokens, batch.max_query_len

@@ -66,7 +66,8 @@ def has_separate_merge(num_seqs: int, ctas: int) -> bool:
 
 def latent_ctas(num_row_groups: int, tile: LatentTile, facts: DeviceFacts) -> int:
     """Return the CTAs per row group: as many as are resident at once, so that all splits end together. With four warps,
-    registers allow a second CTA, and shared memory does except on Ada; eight warps take most of the registers."""
+    registers allow a second CTA, and shared memory does except on Ada; eight warps take most of the registers.
+    """
     per_sm = 2 if tile.num_warps == 4 and facts.shared_bytes > TWO_CTAS_BYTES else 1
     return max(1, per_sm * facts.num_sms // num_row_groups)
 
@@ -110,7 +111,8 @@ def _merge_statistics(
     SPLITS: tl.constexpr,
 ) -> tl.tensor:
     """Return ([BLOCK_M] highest scores, finite; [BLOCK_M] totals of weights relative to them). The first split is the
-    second one of its CTA, and the others are the first ones of their CTAs: every second one from first_split + 1 on."""
+    second one of its CTA, and the others are the first ones of their CTAs: every second one from first_split + 1 on.
+    """
     members = tl.arange(0, BLOCK_M)
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -161,7 +163,8 @@ def _latent_decode(
     MERGES: tl.constexpr,
 ) -> None:
     """CTA (row group, split): neighbouring CTAs read the same blocks at the same time. MERGES: the last CTA merges the
-    splits; otherwise they are left to latent_merge."""
+    splits; otherwise they are left to latent_merge.
+    """
     group = tl.program_id(0)
     program = tl.program_id(1)
     members = tl.arange(0, BLOCK_M)

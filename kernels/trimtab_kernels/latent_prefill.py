@@ -117,7 +117,8 @@ def latent_queries(
 ) -> tl.tensor:
     """Return the rows that start at `places`: ([rows, BLOCK_C] latent part, [rows, BLOCK_R] rotary part, scale of the
     scores). IS_FLOAT8: with such a cache they are float16, divided by their largest value (see paged_decode's
-    _load_query_pairs)."""
+    _load_query_pairs).
+    """
     latents = tl.arange(0, BLOCK_C)
     rotated = tl.arange(0, BLOCK_R)
     in_latent = is_row[:, None] & (latents < KV_RANK)[None, :]
@@ -155,7 +156,8 @@ def attend_latents(
     KEYS: tl.constexpr,
 ) -> tl.tensor:
     """Continue the online softmax over the keys [first, last): return (sums [rows, BLOCK_C], highest scores [rows],
-    totals of weights [rows]). Row i sees the first limits[i] tokens."""
+    totals of weights [rows]). Row i sees the first limits[i] tokens.
+    """
     latents = tl.arange(0, BLOCK_C)
     rotated = tl.arange(0, BLOCK_R)
     for start in tl.range(first, last, KEYS):
@@ -210,7 +212,8 @@ def _latent_prefill(
     KEYS: tl.constexpr,
 ) -> None:
     """CTA b belongs to the last sequence i with query_starts[i] * NUM_HEADS // BLOCK_M + i <= b; some have no rows. The
-    last blocks run first: with a causal mask they have the most keys."""
+    last blocks run first: with a causal mask they have the most keys.
+    """
     block = num_row_blocks - 1 - tl.program_id(0)
     low, high = num_seqs * 0, num_seqs  # the sequence is in [low, high); a tensor even if the loop does not run
     while low + 1 < high:

@@ -141,7 +141,8 @@ def _lora_expand(
 
 def slices_of(num_programs: int, k: int, facts: DeviceFacts) -> int:
     """Return the number of slices of k that fills the device with CTAs: a power of two, because a kernel is compiled
-    for each."""
+    for each.
+    """
     most = max(1, min(k // MIN_SLICE, facts.num_sms // max(num_programs, 1)))
     return 1 << (most.bit_length() - 1)
 

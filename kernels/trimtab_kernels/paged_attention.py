@@ -137,7 +137,8 @@ class AttentionMetadata:
 
 def max_decode_tokens(device: torch.device) -> int:
     """Return the longest context whose decode is grouped with others; a longer one is a chunk of one token. The CPU
-    gathers keys; the Triton kernels read them in place, up to the range of int32 positions."""
+    gathers keys; the Triton kernels read them in place, up to the range of int32 positions.
+    """
     return (1 << 31) - 1 if device.type == "cuda" else GATHER_TOKENS
 
 
@@ -259,7 +260,8 @@ def _split_by_attention_chunk(
 
 def _chunk_of(place: int, before_table: int, chunk_size: int) -> tuple[int, int]:
     """Return [first, last) of the attention chunk that contains a place. All three are counted from the start of the
-    table, which is before_table tokens into the sequence; the chunk may start before it."""
+    table, which is before_table tokens into the sequence; the chunk may start before it.
+    """
     first = (place + before_table) // chunk_size * chunk_size - before_table
     return first, first + chunk_size
 
@@ -277,7 +279,8 @@ def plan_cpu_reads(metadata: AttentionMetadata, num_heads: int, cache: torch.Ten
 
 def _plan_group(group: DecodeGroup, num_heads: int, cache_shape: torch.Size) -> ReadPattern | None:
     """Plan the reads of one group; None for several tokens per sequence, and if a profiling step reads one block
-    repeatedly: a sparse row cannot have more places than the matrix has columns."""
+    repeatedly: a sparse row cannot have more places than the matrix has columns.
+    """
     if group.num_tokens > 1 or group.length > cache_shape[:3].numel():
         return None
     num_sequences = group.last - group.first
@@ -287,7 +290,8 @@ def _plan_group(group: DecodeGroup, num_heads: int, cache_shape: torch.Size) -> 
 
 def _count_short_chunks(chunks: list[tuple[list[int], int, int]], index: int, block_size: int) -> int:
     """Return the number of chunks from `index` on that can be grouped: few tokens, equally many in each, and a
-    non-increasing number of blocks."""
+    non-increasing number of blocks.
+    """
     num_tokens = chunks[index][2]
     if not 1 < num_tokens <= MAX_GROUPED_TOKENS:
         return 0
@@ -311,7 +315,8 @@ def _append_groups(
     device: torch.device,
 ) -> int:
     """Append groups of sequences (block table, length with the new tokens), longest first, each with `num_tokens` new
-    tokens; the first one is token `first` of the batch. Returns the token after the last one."""
+    tokens; the first one is token `first` of the batch. Returns the token after the last one.
+    """
     counts = [-(-length // block_size) for _, length in sequences]
     for begin, end in pairwise(plan_decode_groups(counts, block_size)) if sequences else ():
         part = slice(begin, end)
@@ -370,7 +375,8 @@ def _prefix_slices(
     table: list[int], start: int, end: int, skip: int, block_size: int, window: int | None, device: torch.device
 ) -> list[PrefixSlice]:
     """Return the earlier tokens that tokens [start, end) of a sequence see, in slices of whole blocks. None of them
-    sees the first `skip` tokens (fewer than a block)."""
+    sees the first `skip` tokens (fewer than a block).
+    """
     if start <= skip:
         return []
     slices = []
@@ -478,7 +484,8 @@ def attend_capped(
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `attend` with soft-capped scores. With is_causal the rows are the keys' last tokens, in order; each sees
-    the keys up to itself."""
+    the keys up to itself.
+    """
     rows, length = query.shape[-2], key.shape[-2]
     outputs, lses = [], []
     for first in range(0, rows, CAPPED_ROWS):
@@ -531,7 +538,8 @@ Cache = torch.Tensor | ScaledCache
 
 def _read_blocks(cache: Cache, blocks: torch.Tensor, run: int | None) -> torch.Tensor:
     """Return [num_blocks, block_size, kv heads, head size] of these blocks: in place if they are consecutive, otherwise
-    gathered."""
+    gathered.
+    """
     if isinstance(cache, ScaledCache):
         return as_read(_read_blocks(cache.stored, blocks, run), cache.dtype, cache.scale)
     if run is not None:
@@ -589,7 +597,8 @@ def _attend_chunk(
     softcap: float | None,
 ) -> torch.Tensor:
     """Return [chunk tokens, heads, head size]. kv heads are the batch dimension, so that their query heads share one
-    view."""
+    view.
+    """
     num_heads, head_size = query.shape[1:]
     num_kv_heads = key.shape[1]
     tokens = slice(chunk.first, chunk.last)

@@ -51,7 +51,8 @@ def build_paged_batch(
     gone: Sequence[int] | None = None,
 ) -> PagedBatch:
     """Build a batch from decodes, (block table, context length with the new token), and chunks, (block table, tokens
-    before, tokens now). `gone`: the number of tokens before each table, of decodes and then of chunks."""
+    before, tokens now). `gone`: the number of tokens before each table, of decodes and then of chunks.
+    """
     tables = [table for table, _ in decodes] + [table for table, _, _ in chunks]
     lengths = [length for _, length in decodes] + [before + now for _, before, now in chunks]
     starts = [0]
@@ -94,7 +95,8 @@ def attend_paged_batch(
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend over a step: query [rows, num_heads, head_size]; rows from num_tokens on are padding and yield zeros. This
-    step's keys and values are already in the cache. `output` receives the result; like query and contiguous."""
+    step's keys and values are already in the cache. `output` receives the result; like query and contiguous.
+    """
     if output is None:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     first, last = batch.num_decodes, batch.num_tokens

@@ -105,7 +105,8 @@ def decode_ctas(
     num_kv_heads: int, group: int, head_size: int, facts: DeviceFacts, *, is_float8: bool = False
 ) -> tuple[int, int | None]:
     """Return (CTAs per kv head, register limit per thread): as many CTAs as are resident at once, so that all splits
-    end together."""
+    end together.
+    """
     fits = facts.has_hopper_shared_memory and group <= LARGE_GROUP and head_size <= LARGE_HEAD
     per_sm, registers = (FLOAT8_CTAS_PER_SM, FLOAT8_REGISTERS) if is_float8 and fits else (CTAS_PER_SM, None)
     return max(1, per_sm * facts.num_sms // num_kv_heads), registers
@@ -132,7 +133,8 @@ def _by_assembler(pairs: tl.tensor, TEXT: tl.constexpr) -> tl.tensor:
 def _to_float16_pairs(pairs: tl.tensor, FLOAT8: tl.constexpr, BY_ASSEMBLER: tl.constexpr) -> tl.tensor:
     """Return (values at even places, values at odd places) in float16, which represents float8 exactly, from float8
     values read in pairs as 16 bits. Neighbours along the other axis then share a register, as the matrix units require;
-    single bytes would have to be gathered from shared memory. The compiler's own conversion takes more instructions."""
+    single bytes would have to be gathered from shared memory. The compiler's own conversion takes more instructions.
+    """
     if BY_ASSEMBLER and FLOAT8.is_fp8e5():
         return _by_assembler(pairs, EVEN_E5M2), _by_assembler(pairs, ODD_E5M2)
     if BY_ASSEMBLER:
@@ -144,7 +146,8 @@ def _to_float16_pairs(pairs: tl.tensor, FLOAT8: tl.constexpr, BY_ASSEMBLER: tl.c
 @jit
 def _load_query_pairs(places: tl.tensor, inside: tl.tensor, score_scale: tl.tensor) -> tl.tensor:
     """Return (queries at even places, queries at odd places, score_scale) for a float8 cache. Queries are divided by
-    their largest value, so that they fit into float16."""
+    their largest value, so that they fit into float16.
+    """
     even = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     odd = tl.load(places + 1, mask=inside, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1), 0), 1e-30)
@@ -156,7 +159,8 @@ def _tiles_of(
     lengths: tl.tensor, gone: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr
 ) -> tl.tensor:
     """Return (first key of the first visible tile, number of tiles from it on). Tiles of an attention chunk start with
-    the chunk, so all their keys are visible. A padding row counts as one tile, whose CTA writes its zeros."""
+    the chunk, so all their keys are visible. A padding row counts as one tile, whose CTA writes its zeros.
+    """
     first = lengths * 0
     if WINDOW is not None:
         first = tl.maximum(lengths - WINDOW, 0) // KEYS * KEYS
@@ -249,7 +253,8 @@ def _merge_splits(
 ) -> tl.tensor:
     """Return ([BLOCK_G, BLOCK_D] sums of weighted values, [BLOCK_G] totals of weights), merging SPLITS splits at a
     time. The first split is the second one of its CTA, and the others are the first ones of their CTAs: every second
-    one from first_split + 1 on."""
+    one from first_split + 1 on.
+    """
     members = tl.arange(0, BLOCK_G)
     columns = tl.arange(0, BLOCK_D)
     in_head = columns < HEAD_SIZE
@@ -314,7 +319,8 @@ def _paged_decode(
     DEPENDENT: tl.constexpr,
 ) -> None:
     """CTA (kv head, split): neighbouring CTAs read the same blocks at the same time. DEPENDENT: the kernel may start
-    before the previous kernel has ended."""
+    before the previous kernel has ended.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()

@@ -136,7 +136,8 @@ def slots_of(
 
     BY_MASK: compute the offset in a block, whose size is a power of two, by `&`. The compiler derives other code from
     it: decodes are faster (float8, 256 of 1,024: 161 -> 152 us on an H200), prompts slower (8,192: 1,317 -> 1,361
-    us)."""
+    us).
+    """
     blocks = tl.load(table + positions // BLOCK_SIZE, mask=is_real, other=0).to(tl.int64)
     if BY_MASK:
         return blocks * BLOCK_SIZE + (positions & (BLOCK_SIZE - 1))
@@ -170,7 +171,8 @@ def _attend_keys(
     MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Continue the online softmax over the keys [first, last), whole tiles. MASKED: some keys are hidden from rows.
-    row_firsts: the start of each row's attention chunk, with CHUNK."""
+    row_firsts: the start of each row's attention chunk, with CHUNK.
+    """
     columns = tl.arange(0, BLOCK_D)
     in_head = columns < HEAD_SIZE
     for start in tl.range(first, last, KEYS):
@@ -240,7 +242,8 @@ def _paged_prefill(
     SOFT_CAP: tl.constexpr,
 ) -> None:
     """CTA (kv head of a q block). The last blocks run first: with a causal mask they have the most keys. The grid has
-    one axis, because only the first one allows more than 65,535 CTAs."""
+    one axis, because only the first one allows more than 65,535 CTAs.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     block = num_q_blocks - 1 - tl.program_id(0) // NUM_KV_HEADS
@@ -381,7 +384,8 @@ def paged_prefill_triton(
 
 def score_scale(scale: float, key_scale: float, soft_cap: float | None) -> float:
     """Return the factor of raw scores: converted to the base-2 logarithm at once, unless a soft cap is applied
-    first."""
+    first.
+    """
     return scale * key_scale * (1.0 if soft_cap is not None else LOG2_E)
 
 

@@ -65,7 +65,8 @@ class GluonPrefillConfig:
 
 def gluon_prefill_config(head_size: int) -> GluonPrefillConfig:
     """Return as many keys as fit into the registers as scores; then two tiles or more, 160 to 192 KiB of the 227
-    available."""
+    available.
+    """
     return {64: GluonPrefillConfig(128, 4), 128: GluonPrefillConfig(128, 2), 256: GluonPrefillConfig(64, 2)}[head_size]
 
 
@@ -156,7 +157,8 @@ def _mask_scores(
     LAYOUT: gl.constexpr,
 ) -> tl.tensor:
     """Return the scores of the tile from `first` on, -inf for keys hidden from a row. Only the last tile (BOX_ROWS is
-    given) may have keys after the end and a moved box."""
+    given) may have keys after the end and a moved box.
+    """
     slots = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     positions = first + slots
     if BOX_ROWS is not None:
@@ -211,7 +213,8 @@ def _run_passes(
     SUMS: gl.constexpr,
 ) -> tl.tensor:
     """Run the passes [begin, end) of a group. A pass multiplies its own key tile and the value tile of the previous
-    pass, whose weights are an argument; its own weights are passed on. MASKED: some keys are hidden from rows."""
+    pass, whose weights are an argument; its own weights are passed on. MASKED: some keys are hidden from rows.
+    """
     HEAD_SIZE: gl.constexpr = queries.shape[1]
     GROUP_ROWS: gl.constexpr = queries.shape[0]
     for done in range(begin, end):

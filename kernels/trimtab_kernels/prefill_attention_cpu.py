@@ -1,4 +1,4 @@
-"""Attention of many query rows by oneDNN GEMMs: paged_attention's chunks on the CPU.
+r"""Attention of many query rows by oneDNN GEMMs: paged_attention's chunks on the CPU.
 
 query       [num_tokens, num_heads, head_size]   fp32
 key, value  [length, num_kv_heads, head_size]    fp32

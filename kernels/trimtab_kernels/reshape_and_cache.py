@@ -90,7 +90,8 @@ def reshape_and_cache_cpu(
 @jit
 def clamp_to_float8(x: tl.tensor, largest: tl.tensor) -> tl.tensor:
     """Return fp32 clamped to the range of float8, whose conversion saturates on some generations and yields NaN on
-    others. NaN stays NaN: clamping alone would turn it into the largest value and hide the error."""
+    others. NaN stays NaN: clamping alone would turn it into the largest value and hide the error.
+    """
     return tl.clamp(x, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
 
 

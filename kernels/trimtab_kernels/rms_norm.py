@@ -98,7 +98,8 @@ def rms_norm_triton(
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch the kernel. Shapes must have been checked. x's last dimension and the whole residual must be
-    contiguous."""
+    contiguous.
+    """
     size = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     num_tokens = x.shape[0] if rows is None else rows.shape[0]

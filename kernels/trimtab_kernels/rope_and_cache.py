@@ -95,7 +95,8 @@ def _rope_and_cache(
     DEPENDENT: tl.constexpr,
 ) -> None:
     """CTA (token, group of HEADS heads of any kind). BLOCK is SIZE padded to a power of two. Norms may be None.
-    DEPENDENT: the kernel may start before the previous kernel has ended."""
+    DEPENDENT: the kernel may start before the previous kernel has ended.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()

@@ -76,7 +76,8 @@ def _rotary_embedding(
 
 def rotary_embedding_triton(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Launch the kernel. Shapes must have been checked. x may have any token stride; heads that are not contiguous are
-    copied first."""
+    copied first.
+    """
     num_tokens, num_heads, size = x.shape
     x = x if x.stride()[1:] == (size, 1) else x.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

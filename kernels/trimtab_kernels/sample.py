@@ -100,7 +100,8 @@ def _load_scaled(source: tl.tensor, tokens: tl.tensor, end: tl.tensor, inverse: 
 @jit
 def _probability_mass(x: tl.tensor, top: tl.tensor) -> tl.tensor:
     """Return the probability mass relative to the most likely token, in units of 2^-40. Integer sums do not depend on
-    their order."""
+    their order.
+    """
     return (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
 
 
@@ -137,7 +138,8 @@ def _search(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return the largest float32 threshold whose tokens (at or above it) reach the target count or mass. `low`
-    (float32) must reach the target."""
+    (float32) must reach the target.
+    """
     # 64 bits, because the difference of two keys may not fit 32.
     reaching = _key(low).to(tl.int64)
     failing = _key(top).to(tl.int64) + 1
@@ -181,7 +183,8 @@ def _find_threshold(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return (threshold, whether it is valid for the row). `source` contains the row's tokens at or above `low`;
-    `mass_below` is the mass of the others, relative to the largest."""
+    `mass_below` is the mass of the others, relative to the largest.
+    """
     top = _max_scaled(source, size, inverse, BLOCK)
     # p >= m * p_max  <=>  x >= x_max + log(m). A smaller literal than 1e-37 would be a float64 in Triton 3.6.
     threshold = tl.where(least > 0.0, top + tl.log(tl.maximum(least, 1e-37)), float("-inf"))
@@ -216,7 +219,8 @@ def _find_threshold(
 @jit
 def _gumbel(uniform: tl.tensor) -> tl.tensor:
     """Return Gumbel noise in units of ln 2, up to a constant: minus the logarithm of an exponential number, precise
-    near 0, where 1 - u would be rounded away."""
+    near 0, where 1 - u would be rounded away.
+    """
     u = tl.maximum(uniform, 2.3e-10)  # half of the smallest number that can be drawn
     near_zero = u * (1.0 + u * (0.5 + u * 0.33333334)) * 1.4426950408889634
     return -tl.log2(tl.where(u < 0.01, near_zero, -tl.log2(1.0 - u)))
@@ -225,7 +229,8 @@ def _gumbel(uniform: tl.tensor) -> tl.tensor:
 @jit
 def _uniform_of(seed: tl.tensor, tokens: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """Return the uniform number of each token, equal to the one that `_draw_from_split` computes for four blocks of
-    tokens at once."""
+    tokens at once.
+    """
     counters = tokens // (4 * BLOCK) * BLOCK + tokens % BLOCK
     first, second, third, fourth = tl.rand4x(seed, counters, n_rounds=7)
     block = tokens // BLOCK % 4
@@ -252,7 +257,8 @@ def _draw_from_split(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return (score, token) of the winner among the tokens [first, last) that reach the threshold. One Philox counter
-    provides the numbers of four tokens that are one block apart."""
+    provides the numbers of four tokens that are one block apart.
+    """
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     best_tokens = tl.zeros([BLOCK], dtype=tl.int32)
     leader = tl.full([], float("-inf"), tl.float32)
@@ -285,7 +291,8 @@ def _draw_from_candidates(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Return (score, token) of the winner among the candidates that reach the threshold. Candidates are unordered: of
-    equal scores, the lowest token wins."""
+    equal scores, the lowest token wins.
+    """
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     best_tokens = tl.full([BLOCK], 2147483647, dtype=tl.int32)
     for start in tl.range(0, size, BLOCK):
@@ -354,7 +361,8 @@ def _collect(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """Store the tokens [first, last) at or above `low`. Returns the mass of the others relative to `reference`, which
-    is no less than any of them."""
+    is no less than any of them.
+    """
     mass = tl.full([], 0, tl.int64)
     for start in tl.range(first, last, BLOCK):
         own = start + tl.arange(0, BLOCK)

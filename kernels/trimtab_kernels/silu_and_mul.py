@@ -17,7 +17,8 @@ BLOCK_COLUMNS = 2048
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
     """Return the definition in float32, with the activation rounded to x's dtype before the multiplication, as
-    transformers does."""
+    transformers does.
+    """
     gate, up = x.chunk(2, dim=-1)
     wide = gate.float()
     return (wide * torch.sigmoid(wide)).to(x.dtype) * up

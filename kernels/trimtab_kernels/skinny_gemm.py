@@ -46,7 +46,8 @@ SLICE_OVERHEAD = 256
 class Tiling:
     """Tile shape of the weights, pipeline stages and CTAs per multiprocessor. With 64 x 128 and four stages, three
     tiles of 16 KiB are in flight while one is multiplied. `by_warps` computes x times the tile with single-warp
-    instructions; otherwise the tile times x is one warp-group instruction."""
+    instructions; otherwise the tile times x is one warp-group instruction.
+    """
 
     rows: int = 64
     columns: int = 128
@@ -74,7 +75,8 @@ def tiling_of(*, has_norm: bool, is_gated: bool, facts: DeviceFacts) -> Tiling:
 @dataclass(frozen=True, slots=True)
 class Split:
     """Split of a GEMM over CTAs: outputs and columns of one CTA, and the number of CTAs that share a tile of
-    outputs."""
+    outputs.
+    """
 
     outputs: int
     tiles: int
@@ -187,7 +189,8 @@ def _skinny_gemm(
     DEPENDENT: tl.constexpr,
 ) -> None:
     """CTA (tile of TILE rows of weights, slice of k). DEPENDENT: the kernel may start before the previous kernel has
-    ended."""
+    ended.
+    """
     tile = tl.program_id(0)
     own_slice = tl.program_id(1)
     own = tl.arange(0, TILE)

@@ -114,7 +114,8 @@ def quantize_groups_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 @jit
 def tile_of(program: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, GROUP_M: tl.constexpr) -> tl.tensor:
     """Return (row tile, column tile) of a CTA: GROUP_M rows at a time, column by column, so that CTAs running at the
-    same time share tiles in the L2 cache."""
+    same time share tiles in the L2 cache.
+    """
     per_group = GROUP_M * num_columns
     first = program // per_group * GROUP_M
     height = tl.minimum(num_rows - first, GROUP_M)
@@ -141,7 +142,8 @@ def scaled_sum(
     rows.
 
     IS_FLOAT8: each step is scaled; BLOCK_K divides 128, so a step has one scale per row of a and one per 128 rows of b.
-    `b_scale_row` points to those of the tile's first rows of b."""
+    `b_scale_row` points to those of the tile's first rows of b.
+    """
     groups: tl.constexpr = (K + 127) // 128
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for step in tl.range(first, last):

@@ -76,7 +76,8 @@ trimtab_config_generation 1.0
 
 class FakeKubelet:
     """Kubelets, the StatefulSet controller and the Job controller of one namespace, as far as the operator observes
-    them."""
+    them.
+    """
 
     def __init__(self, client: Client, namespace: str) -> None:
         self.client = client

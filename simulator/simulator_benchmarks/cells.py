@@ -41,7 +41,8 @@ Key = tuple[str, int, float, str]
 
 def parse_policies(text: str) -> list[str]:
     """Return the policies of `NAME[@TARGET][,NAME…]`, each once. A baseline's target may be a scenario: the best one
-    there."""
+    there.
+    """
     names = []
     for part in (part.strip() for part in text.split(",")):
         name, at, where = part.partition("@")
@@ -128,7 +129,8 @@ def run_missing(
     path: Path, folder: Path, wanted: Iterable[Key], *, jobs: int, fresh: bool, seconds: float = math.inf
 ) -> dict[Key, Cell]:
     """Compute missing and outdated cells, and write each one when it is done. No cell is started after this many
-    seconds."""
+    seconds.
+    """
     cells = read_cells(path)
     missing = [key for key in wanted if fresh or key not in cells or not is_current(cells[key], folder)]
     until = time.monotonic() + seconds

@@ -107,7 +107,8 @@ def _code(folder: Path, seed: int) -> Trace:
 
 def _moon(folder: Path, seed: int) -> Trace:
     """Return long prompts: two copies, shifted within the trace's grid of three seconds. Every prompt is computed
-    whole."""
+    whole.
+    """
     trace = load_trace(folder / MOONCAKE, Transform(copies=2, jitter=3), seed=seed)
     return Trace(trace.name, [arrival._replace(prefix=()) for arrival in trace.arrivals], trace.seconds)
 

@@ -45,7 +45,8 @@ def fields_of(wanted: Iterable[Key]) -> dict[tuple[str, float], dict[str, list[i
 
 def markdown(cells: Mapping[Key, Cell], wanted: Sequence[Key], older: Collection[Key] = ()) -> str:
     """Return GPU-hours and attainment of each policy by scenario and cold start: means over seeds, with the spread of
-    hours. Rows list finished seeds and cells with `older` inputs."""
+    hours. Rows list finished seeds and cells with `older` inputs.
+    """
     parts = []
     for (scenario, cold_start), policies in fields_of(wanted).items():
         found = {
@@ -70,7 +71,8 @@ def _coverage(its: Sequence[Cell], num_wanted: int, older: Collection[Key]) -> s
 
 def _foreign_target_table(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -> list[str]:
     """Return a row per scenario: Trimtab and the cheapest baseline with a foreign target that attains the
-    objectives."""
+    objectives.
+    """
     rows = []
     for (scenario, cold_start), policies in fields_of(wanted).items():
         tuner_cells = {

@@ -1,5 +1,6 @@
 """Result table as one HTML file: rows of each scenario, and a plot of GPU-hours against violated requests. No
-scripts."""
+scripts.
+"""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ class Experiment:
 
 def is_better(one: Score, other: Score | None, attain: float) -> bool:
     """Return True if `one` is better: first by attaining the objectives, then by fewer GPU-hours; otherwise by higher
-    attainment."""
+    attainment.
+    """
     if other is None:
         return True
     return _rank(one, attain) < _rank(other, attain)

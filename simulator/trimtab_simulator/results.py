@@ -95,7 +95,8 @@ Search = Callable[[Experiment], tuple[Experiment, SimulationResult]]
 
 def _cached_fixed(experiment: Experiment, name: str, search: Search) -> tuple[Experiment, SimulationResult]:
     """Return the cached or new search result. With fixed replicas none starts later and each search sets their number,
-    so one result serves all cold starts."""
+    so one result serves all cold starts.
+    """
     anywhere = replace(experiment.settings, cold_start_seconds=0.0)
     key = search_cache.key_of(replace(experiment, settings=anywhere), name)
     found = search_cache.load_result(key)

@@ -59,7 +59,8 @@ TINY_MODEL = TINY_SHAPE | {"vocab_size": 258, "max_position_embeddings": 512, "e
 @pytest.fixture(scope="session")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes folders with a tiny model's configuration alone, some of its fields changed; load_format dummy makes its
-    weights, the same ones for the same fields."""
+    weights, the same ones for the same fields.
+    """
 
     def folder_of(**changes: Any) -> Path:
         folder = tmp_path_factory.mktemp("configuration")

@@ -1,5 +1,6 @@
 """The console entry point installs its SIGTERM handler first: PID 1 of a container ignores signals without one. Ctrl-C
-prints no traceback of imports."""
+prints no traceback of imports.
+"""
 
 import signal
 import subprocess

@@ -1,5 +1,6 @@
 """Dependent launches give the results of ordinary launches. Only a GPU overlaps kernels; the interpreter runs them in
-order. kernel_benchmarks/aot/test_dependence.py checks in the compiled code what runs before the wait."""
+order. kernel_benchmarks/aot/test_dependence.py checks in the compiled code what runs before the wait.
+"""
 
 import os
 

@@ -24,7 +24,8 @@ def ints(*values: int) -> torch.Tensor:
 
 def a_table(vocab: int) -> torch.Tensor:
     """Return four rows (biases, counts, biases, counts) with forbidden tokens, seen tokens, and tokens that are
-    both."""
+    both.
+    """
     generator = torch.Generator().manual_seed(vocab)
     table = torch.zeros(4, vocab + 3, dtype=torch.int32)
     for row in (0, 2):

@@ -1,5 +1,6 @@
 """float32 stays float32 on a GPU: Triton's default for `tl.dot` is tf32, whose mantissa has 10 bits. The interpreter
-always multiplies exactly, so the source is checked."""
+always multiplies exactly, so the source is checked.
+"""
 
 import ast
 from pathlib import Path

@@ -99,7 +99,8 @@ def test_fused_moe_kernels_skip_experts_of_other_ranks() -> None:
 
 def a_map_with_copies() -> tuple[torch.Tensor, list[list[int]]]:
     """Return (map of slots, slots of ranks by expert). Expert 0 has three copies, two on the first of two ranks; expert
-    3 has one on each."""
+    3 has one on each.
+    """
     slots = [[0, 1, 2, 0, 3], [3, 0, 4, 5]]
     whole = [*slots[0], *slots[1]]
     places = [[slot for slot, held in enumerate(whole) if held == expert] for expert in range(NUM_EXPERTS)]

@@ -44,7 +44,8 @@ def test_latent_and_cache_equals_its_steps(dtype: torch.dtype, num_heads: int, k
 @pytest.mark.parametrize("cache_dtype", [FLOAT8, torch.float8_e5m2])
 def test_latent_and_cache_float8_cache_is_scaled_and_clamped(cache_dtype: torch.dtype) -> None:
     """Uses exactly representable values, and a norm and rotation that change none: Triton's interpreter loses the carry
-    when a conversion rounds up."""
+    when a conversion rounds up.
+    """
     query, rotated, kept, norm, rotation, cache, slots = tensors_of(4, 2, 24, 8, torch.float32, cache_dtype)
     kept = torch.cat([kept[:, :24].sign(), kept[:, 24:].to(cache_dtype).float()], dim=1)
     norm, rotation, own_cache = norm.to(cache_dtype).float(), torch.ones_like(rotation), cache.clone()

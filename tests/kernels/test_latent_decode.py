@@ -1,5 +1,6 @@
 """latent_decode against float32 attention of one sequence at a time: whole and split sequences, one token and
-several."""
+several.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """latent_prefill against float32 attention of one sequence at a time. Triton's interpreter multiplies float16 and
-float32 but not bfloat16; the ahead-of-time cases compile bfloat16."""
+float32 but not bfloat16; the ahead-of-time cases compile bfloat16.
+"""
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ def check(
     max_query_len: int | None = None,
 ) -> None:
     """Compare with the reference. Every sequence's blocks are shuffled, slots beyond its length contain NaN, and the
-    query has a token stride."""
+    query has a token stride.
+    """
     generator = torch.Generator().manual_seed(5)
     lengths = [before + now for before, now in spans]
     counts = [-(-length // block_size) for length in lengths]

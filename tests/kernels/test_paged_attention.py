@@ -31,7 +31,8 @@ def check_step(sequences: list[Sequence], *, heads: int = 6, kv_heads: int = 2, 
                chunk_size: int | None = None, has_sinks: bool = False, from_sight: bool = False,
                softcap: float | None = None) -> None:  # fmt: skip
     """Compute a step in every way. Blocks are scattered over the cache, or consecutive. `from_sight`: tables start with
-    the first block that the step's first token sees."""
+    the first block that the step's first token sees.
+    """
     generator = torch.Generator().manual_seed(1)
     counts = [-(-(before + now) // BLOCK_SIZE) for before, now in sequences]
     ids = list(range(1, sum(counts) + 1))

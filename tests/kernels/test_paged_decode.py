@@ -248,7 +248,8 @@ def test_paged_decode_all_ctas_are_resident_at_once(
 @pytest.mark.parametrize("figures", ["aot.json", "aot-triton-3.6.json"])
 def test_recorded_registers_allow_all_ctas_per_multiprocessor(figures: str) -> None:
     """Checked with the recorded figures of each compiler, which may differ by half in registers: with one CTA too many,
-    all splits except a few would end in half the time."""
+    all splits except a few would end in half the time.
+    """
     entries = json.loads((Path(__file__).parents[2] / "docs" / "results" / figures).read_text())["kernels"]
     compiled = {entry["case"]: entry for entry in entries if entry["target"] == H200.capability}
     judged = [heads for heads in HEADS if f"paged_decode {heads.name}" in compiled]

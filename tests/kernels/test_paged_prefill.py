@@ -1,5 +1,6 @@
 """paged_prefill against float32 attention of one sequence at a time. Triton's interpreter multiplies float16 and
-float32 but not bfloat16; the ahead-of-time cases compile bfloat16."""
+float32 but not bfloat16; the ahead-of-time cases compile bfloat16.
+"""
 
 from dataclasses import dataclass
 

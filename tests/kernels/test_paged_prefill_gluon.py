@@ -1,6 +1,7 @@
 """The warp-specialised prefill attention against the reference. Without a GPU, its source runs as plain Python, one CTA
 after another, in an order derived from a seed (see gluon_stand_in for what this checks); on a Hopper GPU it runs as
-compiled."""
+compiled.
+"""
 
 import importlib.util
 import os
@@ -39,7 +40,8 @@ def a_batch(
     dtype: torch.dtype = torch.float16,
 ) -> tuple[torch.Tensor, ...]:
     """Return sequences (tokens before, tokens now) in a cache whose blocks are shuffled and whose free slots contain
-    NaN."""
+    NaN.
+    """
     generator = torch.Generator().manual_seed(3)
     lengths = [before + now for before, now in sequences]
     counts = [-(-length // block_size) for length in lengths]

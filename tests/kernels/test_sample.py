@@ -152,7 +152,8 @@ def test_sample_row_without_choice_returns_cause_as_logit(value: float, wanted: 
 @pytest.mark.parametrize("vocab", [100, LARGE])
 def test_sample_nan_row_is_reported_for_any_ban(wanted: dict[str, float], vocab: int) -> None:
     """A ban of the first or last token (such as an early end) must not look as if the client had forbidden all
-    tokens."""
+    tokens.
+    """
     logits = torch.full((ROWS, vocab), float("nan"))
     logits[:, [0, vocab - 1]] = float("-inf")
     logits[1, 1:] = float("-inf")

@@ -1,5 +1,6 @@
 """The warp-specialised float8 block GEMM against the reference. Without a GPU, its source runs as plain Python in an
-order derived from a seed (see gluon_stand_in for what this checks); on a Hopper GPU it runs as compiled."""
+order derived from a seed (see gluon_stand_in for what this checks); on a Hopper GPU it runs as compiled.
+"""
 
 import os
 

@@ -1,5 +1,6 @@
 """A real HTTP server on loopback that speaks the engine's side of docs/reference/contract.md, for tests of the
-operator's I/O."""
+operator's I/O.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class LocalServer:
 
     def resident_kib(self) -> dict[str, int]:
         """Return the anonymous resident memory of its processes by name. The API server has the core and short-lived
-        helpers as children."""
+        helpers as children.
+        """
         sizes = {"API server": 0, "engine core": 0}
         for pid in _tree(self.pid):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -51,7 +52,8 @@ class LocalServer:
 
     async def patch(self, **values: Any) -> float:
         """PATCH the live configuration. Return the duration in seconds; raise EngineDead with the reason if it is
-        rejected."""
+        rejected.
+        """
         started = time.perf_counter()
         async with (
             aiohttp.ClientSession() as session,
@@ -103,7 +105,8 @@ async def local_server(model: str, flags: Sequence[str], log: Path | None = None
 
 def end_at_once(process: "subprocess.Popen[bytes]") -> None:
     """Stop a server at once with a second signal, without waiting for running requests. Two signals sent together might
-    be merged."""
+    be merged.
+    """
     for seconds in (SIGNAL_DELAY_SECONDS, STOP_SECONDS):
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -28,7 +28,8 @@ class UnsupportedFlag(argparse.Action):
 
 class OneLineParser(argparse.ArgumentParser):
     """Parser whose errors are one line on stderr with exit code 2. Flag abbreviations are off, so that new flags break
-    no caller."""
+    no caller.
+    """
 
     def __init__(self, **keywords: object) -> None:
         super().__init__(allow_abbrev=False, **keywords)  # type: ignore[arg-type]  # argparse's own keywords

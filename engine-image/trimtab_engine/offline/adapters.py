@@ -1,5 +1,6 @@
 """Adapters of the offline LLM class: a call names its adapters, which are loaded at first use, as in vLLM. The least
-recently used ones are evicted."""
+recently used ones are evicted.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """vLLM's LoRARequest: the adapter of some prompts. `lora_int_id` is ignored, because names identify adapters.
-    Without a path it must be loaded already."""
+    Without a path it must be loaded already.
+    """
 
     lora_name: str
     lora_int_id: int = 1

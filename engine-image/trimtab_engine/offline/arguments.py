@@ -47,7 +47,8 @@ def parse_keywords(model: str, keywords: Mapping[str, Any]) -> argparse.Namespac
 
 def read_keywords(model: str, keywords: Mapping[str, Any]) -> tuple[EngineConfig, argparse.Namespace, Fetched | None]:
     """Return the engine's configuration for LLM(model, **keywords), the other parsed values, and the downloaded model,
-    if any."""
+    if any.
+    """
     try:
         arguments, fetched = local_model(parse_keywords(model, keywords))
         return engine_config(arguments, limits=OFFLINE_LIMITS), arguments, fetched

@@ -13,7 +13,8 @@ MEDIA_TYPES = {"image": "image", "image_pil": "image", "video": "video"}
 
 def split_media(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
     """Return the messages for templates, and their media by modality, in order (vLLM's multi_modal_data). Raises
-    InvalidRequest for other part types."""
+    InvalidRequest for other part types.
+    """
     pictures: dict[str, list[Any]] = {}
     written: list[dict[str, Any]] = []
     for message in messages:

@@ -15,7 +15,8 @@ from trimtab_engine.scheduling.pooling import Pooling
 class PoolingParams:
     """Pooling parameters of one prompt. None selects the checkpoint's setting, or that of the keyword pooler_config.
     `dimensions` truncates the vector; `normalize` (vLLM's use_activation) divides it by its length. Raises
-    InvalidRequest for invalid values."""
+    InvalidRequest for invalid values.
+    """
 
     task: Literal["embed"] | None = None
     dimensions: int | None = None
@@ -32,7 +33,8 @@ class PoolingParams:
 
     def pooling(self, tasks: Tasks) -> Pooling:
         """Return the engine's pooling parameters. Raises InvalidRequest if it does not compute embeddings, or only
-        shorter ones."""
+        shorter ones.
+        """
         if tasks.no_pooling:
             raise InvalidRequest(f"this LLM does not compute embeddings: {tasks.no_pooling}")
         most = tasks.pooler.hidden_size

@@ -133,7 +133,8 @@ class LLM:
         lora_request: AdapterRequests = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, rendered with the model's chat template. A content may be a list of
-        parts, including images (conversations.py)."""
+        parts, including images (conversations.py).
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts: list[dict[str, Any]] = []
         for conversation in conversations:

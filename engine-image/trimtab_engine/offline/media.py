@@ -19,7 +19,8 @@ MODALITIES: tuple[Modality, ...] = ("image", "video")
 
 class OfflineMedia:
     """Media processor of a model's prompts. `limits` has the maximum per modality, `tokenizer` the tokenizer's path if
-    it is not in the model's folder."""
+    it is not in the model's folder.
+    """
 
     def __init__(
         self,
@@ -39,7 +40,8 @@ class OfflineMedia:
     ) -> tuple[list[int], tuple[Span, ...]]:
         """Return the prompt with expanded placeholders for `data` (vLLM's multi_modal_data: images under "image", lists
         of frames under "video"), and the items' positions. Raises InvalidRequest for invalid, too many or unplaced
-        items."""
+        items.
+        """
         unknown = sorted(map(str, data.keys() - set(MODALITIES)))
         if unknown:
             raise InvalidRequest(f"multi_modal_data: unknown key {unknown[0]!r}; use {' and '.join(MODALITIES)}")

@@ -108,7 +108,8 @@ class Choice:
 
     def take(self, output: SequenceOutput, now: float) -> bool:
         """Add one step's output. Return True if a stop string ended the sequence here, which the engine does not know
-        yet."""
+        yet.
+        """
         if output.first_scheduled_time is not None:
             self.first_scheduled_time = output.first_scheduled_time
             self.num_cached_tokens = output.num_cached_tokens

@@ -114,7 +114,8 @@ class GrammarCompiler:
 
     def _trim(self) -> None:
         """Evict least recently used entries until the cache is within its limits. The newest stays, whatever its
-        size."""
+        size.
+        """
         num_characters = sum(map(len, self._cache))
         while len(self._cache) > 1 and (
             len(self._cache) > MAX_CACHED_GRAMMARS or num_characters > MAX_CACHED_CHARACTERS

@@ -23,7 +23,8 @@ class MaskedRows:
 
 class MaskMaker:
     """Computes masks. Call begin() after the matchers have accepted the last step's tokens; they must not change until
-    the result is ready."""
+    the result is ready.
+    """
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None

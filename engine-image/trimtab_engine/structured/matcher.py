@@ -29,7 +29,8 @@ class Vocabulary:
 
     def build(self) -> LLTokenizer:
         """Build llguidance's tokenizer: 0.2 s for 49,152 tokens, about 1 s for 250,000. Raises ValueError for
-        inconsistent sizes."""
+        inconsistent sizes.
+        """
         eos = list(self.eos_token_ids) or None
         return LLTokenizer(self.tokenizer_json, n_vocab=self.vocab_size, eos_token=eos)
 
@@ -61,7 +62,8 @@ class GrammarMatcher:
     @classmethod
     def of(cls, tokenizer: LLTokenizer, grammar: str) -> "GrammarMatcher":
         """Return a matcher at the start of the grammar. A grammar that cannot be built gives a matcher with an
-        `error`."""
+        `error`.
+        """
         return cls(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), mask_words(tokenizer.vocab_size))
 
     def copy(self) -> "GrammarMatcher":
@@ -90,7 +92,8 @@ class GrammarMatcher:
 
     def num_acceptable(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens, from the first, the grammar allows in sequence. The matcher does not
-        change."""
+        change.
+        """
         return int(self._matcher.validate_tokens(list(token_ids)))
 
     def fill(self, address: int, num_bytes: int) -> None:

@@ -9,7 +9,8 @@ PLACE = re.compile(r"^(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<what>.+)$")
 
 def one_sentence(message: str) -> str:
     """Return the error and its position without the drawing: the character of a regular expression, line and column of
-    another grammar."""
+    another grammar.
+    """
     regex = REGEX_ERROR.search(message)
     if regex:
         return f"{regex['what']}, at character {len(regex['before']) + 1}"[:MAX_CHARACTERS]

@@ -41,7 +41,8 @@ Json = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class ChatTemplates:
     """A model's templates by name (usually only `default`; some have one for tools), and the names of its special
-    tokens, which templates use."""
+    tokens, which templates use.
+    """
 
     by_name: dict[str, str]
     special_tokens: dict[str, str]
@@ -120,7 +121,8 @@ class ChatTemplate:
 
     def check(self, tools: Sequence[Json] | None = None) -> None:
         """Render one short conversation. Raises ModelError for a template error; a rejection through raise_exception is
-        not one."""
+        not one.
+        """
         try:
             self.render(CHECK_MESSAGES, tools=tools)
         except InvalidRequest as error:
@@ -149,7 +151,8 @@ def _mark_end(messages: Sequence[Message]) -> list[Message]:
 
 def _cut_at_mark(text: str) -> str:
     """Return the text before the marker. A template that trims messages has trimmed the marker too, so trailing blanks
-    are lost."""
+    are lost.
+    """
     place = text.rfind(END_OF_MESSAGE.rstrip())
     if place < 0:
         raise InvalidRequest("continue_final_message: the chat template does not render the last message")

@@ -24,7 +24,8 @@ class Rendering:
 
     def answer(self, request: Json) -> Json:
         """Answer one request: {"check": True} → {"uses_tools": …}; a conversation → {"text": …}; {"refused": reason}
-        for both."""
+        for both.
+        """
         try:
             if request.get("check"):
                 return {"uses_tools": self._check()}

@@ -86,7 +86,8 @@ def _token(file: Path, key: str, value: Any, tokens: list[str]) -> str:
 
 def _check_split(file: Path, tokenizer: Mapping[str, Any]) -> None:
     """Raise ModelError for a byte-level vocabulary with a pre-tokenizer unknown to transformers, which would use
-    GPT-2's and return wrong tokens."""
+    GPT-2's and return wrong tokens.
+    """
     name = tokenizer.get("pre_tokenizer_type")
     if name is None or not _is_byte_level(tokenizer) or name in (*SPLIT_AS_GPT2, *SPLIT_DIGITS_FIRST):
         return

@@ -1,5 +1,6 @@
 """Conversion of a sequence's tokens to text, for the server and the offline API: whole characters after the prompt, cut
-at a stop string, without the stop token. Pure."""
+at a stop string, without the stop token. Pure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -49,7 +49,8 @@ class Tokenizer:
 
     def token_texts(self, *, skip_special_tokens: bool) -> "TokenTexts | None":
         """Return each token's text, if it is independent of its position: with byte-level tokens, whose bytes are
-        concatenated. None if it depends on the preceding tokens."""
+        concatenated. None if it depends on the preceding tokens.
+        """
         return self._token_texts.get(skip_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -222,7 +223,8 @@ def _missing_tokenizer_error(path: Path) -> str:
 
 def _reason(path: Path, error: Exception) -> str:
     """Return the reason why a tokenizer cannot be read: a file that is not a JSON object, else the library's first
-    line."""
+    line.
+    """
     for name in (TOKENIZER_FILE, CONFIG_FILE):
         file = path / name
         if file.is_file() and not _is_json_object(file):

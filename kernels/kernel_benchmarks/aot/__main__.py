@@ -1,5 +1,6 @@
 """`make aot` compiles everything and writes docs/results; `--sample`, used by `make test`, compiles a fixed sample for
-sm_90 and all kernels that differ from the committed figures."""
+sm_90 and all kernels that differ from the committed figures.
+"""
 
 import argparse
 import math
@@ -69,7 +70,8 @@ def _short_error(error: Exception) -> str:
 
 def completed_futures(futures: set[Future[Compiled]], deadline: float) -> Iterator[Future[Compiled]]:
     """Yield futures as they end. After the deadline, futures that have not started are cancelled and never yielded:
-    `as_completed` would wait for them forever."""
+    `as_completed` would wait for them forever.
+    """
     while futures:
         ended, futures = wait(futures, return_when=FIRST_COMPLETED)
         yield from ended
@@ -81,7 +83,8 @@ def compile_all(
     jobs: list[Job], cache: Path, workers: int, deadline: float = math.inf
 ) -> tuple[list[Compiled], list[str]]:
     """Return (results, errors), from the cache if available, in the order of the jobs. After the deadline (monotonic
-    clock), no further job is started."""
+    clock), no further job is started.
+    """
     results = {job.key: found for job in jobs if (found := load(cache, job.key)) is not None}
     _jobs[:] = [job for job in jobs if job.key not in results]
     errors: list[str] = []
@@ -106,7 +109,8 @@ def compile_all(
 
 def main(arguments: list[str] | None = None) -> int:
     """Return exit code 0 if every kernel compiles and fits its targets, 1 otherwise, 2 without Triton or if --only
-    matches no case."""
+    matches no case.
+    """
     options = parse(arguments)
     if not HAS_TRITON:
         print("aot: triton is not installed; install it (the development extra brings it)", file=sys.stderr)

@@ -31,7 +31,8 @@ class UnsafeMma(Exception):
 @dataclass(slots=True)
 class _InFlightMma:
     """Registers of instructions in flight, group by group; the last group is open. `columns`: the columns that the sum
-    starting at a register has accumulated in the matrix unit."""
+    starting at a register has accumulated in the matrix unit.
+    """
 
     groups: list[set[int]] = field(default_factory=lambda: [set()])
     columns: dict[int, int] = field(default_factory=dict)

@@ -33,7 +33,8 @@ memory for the system."""
 @dataclass(frozen=True, slots=True)
 class Bound:
     """`cycles` of one pass of one CTA's loop on each unit. `unit` is the bottleneck, and `share` the attainable
-    fraction of the peak. `in_flight` are bytes per multiprocessor that loads may have in flight."""
+    fraction of the peak. `in_flight` are bytes per multiprocessor that loads may have in flight.
+    """
 
     cycles: dict[str, float]
     ctas: int

@@ -47,7 +47,8 @@ GEMM_SHAPES = (
 @dataclass(frozen=True, slots=True)
 class Case:
     """`launch` calls a launcher; `needs_float8` excludes generations without the type, `needs_hopper` all except
-    Hopper."""
+    Hopper.
+    """
 
     name: str
     launch: Callable[[DeviceFacts], object]

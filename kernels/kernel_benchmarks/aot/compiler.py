@@ -49,7 +49,8 @@ class Compiled:
     """One kernel for one target. `spill_bytes` per thread use local memory; `source` is the hash of kernel code;
     `hot_loop` is analysed for sm_90 only. With warp specialisation (`consumer_groups`), num_warps counts all warps,
     the hot loop is one consumer group's, and `bulk_bytes` are the bytes copied by the tensor memory accelerator per
-    pass."""
+    pass.
+    """
 
     case: str
     kernel: str

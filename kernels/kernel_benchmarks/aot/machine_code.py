@@ -87,7 +87,8 @@ def instructions_of(text: str) -> list[Instruction]:
 
 def loops_of(code: list[Instruction]) -> list[list[Instruction]]:
     """Return the bodies of innermost loops: from the target of a backward branch to the branch. A branch to itself is
-    padding after the kernel."""
+    padding after the kernel.
+    """
     spans = []
     for instruction in code:
         target = TARGET.search(instruction.operands) if instruction.root == "BRA" else None
@@ -103,7 +104,8 @@ def loops_of(code: list[Instruction]) -> list[list[Instruction]]:
 
 def hot_loop(text: str) -> Loop:
     """Return the loop with the most FLOPs, then with the most loads; of equal ones the shortest, because masked
-    variants of a loop are longer and run less often. A kernel without a loop is counted as a whole."""
+    variants of a loop are longer and run less often. A kernel without a loop is counted as a whole.
+    """
     code = instructions_of(text)
     counted = [count(body) for body in loops_of(code)]
     worthwhile = [loop for loop in counted if loop.flops or loop.load_bytes or loop.bulk_copies]
@@ -159,7 +161,8 @@ def _effects(instruction: Instruction) -> Iterator[tuple[str, int]]:
 
 def _mma_effects(name: str, operands: str) -> Iterator[tuple[str, int]]:
     """Yield the effects of a matrix instruction. A warp-group instruction m x n x k reads n x k values of shared
-    memory, and m x k more unless its left operand is in registers; each of its four warps is charged a quarter."""
+    memory, and m x k more unless its left operand is in registers; each of its four warps is charged a quarter.
+    """
     if group := PRODUCT.match(name):
         m, n, k = (int(group[index]) for index in (2, 3, 4))
         itemsize = 1 if group[1] == "QGMMA" else 4 if ".TF32" in name else 2

@@ -1,5 +1,6 @@
 """Report of ahead-of-time compilation in docs/results: aot.json (or a file per other Triton version: other_versions.py)
-for programs, kernels.md for readers."""
+for programs, kernels.md for readers.
+"""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ def recorded_keys(results: Path | None) -> set[str]:
 
 def write_report(results: Path, compiled: list[Compiled]) -> None:
     """Write this Triton's file, and the page from all files. A run of some targets keeps the others' figures. Equal
-    results give equal files."""
+    results give equal files.
+    """
     file = results / file_name(triton.__version__)
     entries = [asdict(entry) for entry in compiled]
     lines = ",\n".join(json.dumps(entry) for entry in [*entries, *_of_other_targets(file, entries)])

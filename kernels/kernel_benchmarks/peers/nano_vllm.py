@@ -16,7 +16,8 @@ WEIGHT_SCALE = 0.02
 
 class NanoVllm:
     """With its benchmark's settings. Without a checkpoint its weights are uninitialised memory, so they are drawn
-    here."""
+    here.
+    """
 
     def __init__(self, shape: ModelShape, folder: Path) -> None:
         path = model_folder(shape, folder, with_tokenizer=True)

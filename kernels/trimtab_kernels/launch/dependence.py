@@ -28,7 +28,8 @@ FIRST_CAPABILITY = 90
 
 def dependence(device: torch.device, facts: DeviceFacts | None = None) -> dict[str, bool]:
     """Return the launch keywords: the kernel's DEPENDENT, and the launcher's option if it is enabled. The interpreter
-    never launches ahead."""
+    never launches ahead.
+    """
     facts = facts or device_facts(device)
     if kernel_backends().dependent_launches and device.type != "cpu" and facts.capability >= FIRST_CAPABILITY:
         return {"DEPENDENT": True, "launch_pdl": True}

@@ -13,7 +13,8 @@ import torch
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
     """Facts of one device. capability: 10 * major + minor. shared_bytes: shared memory of one thread block, from
-    NVIDIA's programming guide."""
+    NVIDIA's programming guide.
+    """
 
     capability: int
     num_sms: int
@@ -22,7 +23,8 @@ class DeviceFacts:
     @property
     def has_float8(self) -> bool:
         """Return True for Ada and later, which convert and multiply float8_e4m3 in hardware. Ampere's compiler rejects
-        the type."""
+        the type.
+        """
         return self.capability >= 89
 
     @property

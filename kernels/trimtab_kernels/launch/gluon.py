@@ -61,6 +61,7 @@ def source_of(kernel: Kernel, signature: dict[str, str], constants: Any, attribu
 
 def tensor_descriptor(tensor: torch.Tensor, shape: list[int], strides: list[int], box: list[int]) -> Any:
     """Return a tensor descriptor for copies of boxes, with rows of 128 bytes swizzled for matrix instructions. The
-    memory and each row must start at a multiple of 16 bytes."""
+    memory and each row must start at a multiple of 16 bytes.
+    """
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=len(box))
     return _gluon(".nvidia.hopper").TensorDescriptor(tensor, shape, strides, box, layout)

@@ -84,7 +84,8 @@ class Kernel:
 
 def kernel(*varying: str) -> Callable[[Callable[..., None]], Kernel]:
     """Decorate an entry point. `varying` arguments change from step to step (numbers of tokens; slices of a step's
-    integers, with any alignment). They are not specialised on, so that serving never compiles."""
+    integers, with any alignment). They are not specialised on, so that serving never compiles.
+    """
     return lambda source: Kernel(source, varying)
 
 
@@ -120,7 +121,8 @@ _num_compilations = 0
 
 def num_compilations() -> int:
     """Return the number of kernels that Triton has compiled, or loaded from its cache, in this process since
-    watch_compilations."""
+    watch_compilations.
+    """
     return _num_compilations
 
 

@@ -22,7 +22,8 @@ from trimtab_kernels.w8a8_block_fp8 import scaled_sum, tile_of
 
 def default_moe_config(num_tokens: int, top_k: int, num_experts: int, itemsize: int, facts: DeviceFacts) -> GemmConfig:
     """Return tiles as tall as the average number of tokens per expert: taller ones would compute padding. On Hopper,
-    16-bit tiles are 256 wide: two of 128 would read a quarter more from the L2 cache, which is the limit."""
+    16-bit tiles are 256 wide: two of 128 would read a quarter more from the L2 cache, which is the limit.
+    """
     per_expert = cdiv(num_tokens * top_k, num_experts)
     block_m = min(128, max(16, next_power_of_2(per_expert)))
     block_n = 64 if block_m <= 32 or itemsize == 4 else 128
@@ -39,7 +40,8 @@ def moe_config(
     num_tokens: int, top_k: int, num_experts: int, n: int, k: int, dtype: torch.dtype, facts: DeviceFacts
 ) -> GemmConfig:
     """Return a measured configuration if there is one, by the nearest number of tokens. Without a GPU, no file is
-    read."""
+    read.
+    """
     if torch.cuda.is_available():
         kind = "fp8_w8a8" if dtype == FLOAT8 else str(dtype).removeprefix("torch.")
         measured = load_configs(config_file_name(n, k, device_name(), num_experts=num_experts, dtype=kind))

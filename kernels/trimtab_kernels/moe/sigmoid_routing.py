@@ -22,7 +22,8 @@ LEAST_SUM = 1e-20  # minimum divisor of weights, as in the released code
 @dataclass(frozen=True, slots=True)
 class SigmoidRouting:
     """Selection and weighting of experts. bias [num_experts] float32 is added to the scores for the selection only;
-    experts are selected from the best num_top_groups of num_groups; `factor` multiplies the weights."""
+    experts are selected from the best num_top_groups of num_groups; `factor` multiplies the weights.
+    """
 
     weighs_inputs: bool = False
     """True if an expert's inputs are weighted instead of its outputs."""

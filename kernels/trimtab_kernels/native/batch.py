@@ -9,7 +9,8 @@ import torch
 @dataclass(frozen=True, slots=True)
 class NativeBatch:
     """sequences [num_sequences, 4] int64: first row, number of rows, tokens before them, start of the block table in
-    `tables` [number of blocks] int32."""
+    `tables` [number of blocks] int32.
+    """
 
     sequences: torch.Tensor
     tables: torch.Tensor
@@ -20,7 +21,8 @@ def build_native_batch(
     decodes: list[tuple[list[int], int]], chunks: list[tuple[list[int], int, int]], *, block_size: int
 ) -> NativeBatch:
     """Build a batch from decodes, (block table, context length with the new token), and chunks, (block table, tokens
-    before, tokens now), in the order of their rows."""
+    before, tokens now), in the order of their rows.
+    """
     sequences, tables, row = array("q"), array("i"), 0
     for table, length in decodes:
         sequences.extend((row, 1, length - 1, len(tables)))

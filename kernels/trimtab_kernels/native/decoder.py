@@ -36,7 +36,8 @@ class DecoderShape:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Norms [hidden_size], head norms [head_size] with pairs interleaved; gate_up is gated. None if the layer lacks
-    it."""
+    it.
+    """
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor

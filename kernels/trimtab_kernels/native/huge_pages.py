@@ -25,7 +25,8 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
 
 def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
     """Return the start of the first whole huge page and the end of the last one within these bytes; start >= end if
-    there is none."""
+    there is none.
+    """
     return -(-address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, (address + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 

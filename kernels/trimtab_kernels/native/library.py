@@ -168,7 +168,8 @@ def _cpu_flags() -> set[str]:
 
 def _openmp_runtime() -> ctypes.CDLL | None:
     """Return torch's OpenMP runtime if it has GNU's interface, or None. If several are loaded, torch's cannot be
-    identified."""
+    identified.
+    """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -103,7 +103,8 @@ class PackedMatrix:
 
     def multiply_without_gate(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by a gated matrix without the gate: x [rows, in_features] -> [rows, out_features], the gate's
-        outputs and then up's."""
+        outputs and then up's.
+        """
         self._check(x)
         half, width = self.view.out // 2, self.library.panel
         panels = -(-half // width)  # per half; they alternate, with zeros after the last outputs
@@ -289,7 +290,8 @@ def _matrix(
 
 def _aligned(num_floats: int) -> torch.Tensor:
     """Return memory that starts on a cache line, so that no vector crosses two. Huge pages are requested for large
-    memory: fewer page faults while weights are packed, fewer TLB misses while they are read."""
+    memory: fewer page faults while weights are packed, fewer TLB misses while they are read.
+    """
     room = torch.empty(num_floats + ALIGNMENT // FLOAT_BYTES)
     skipped = -room.data_ptr() % ALIGNMENT // FLOAT_BYTES
     advise_huge_pages(room)

@@ -122,7 +122,8 @@ def _from_e4m3(blocks: torch.Tensor) -> torch.Tensor:
 def _apply_mins(blocks: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Apply scales and mins to `numbers` [blocks, 8, 32] of Q4_K or Q5_K. Of the 12 bytes of factors, the first 4
     contain s of groups 0 .. 3, the next m; the last contain the lower bits of s and m of groups 4 .. 7, whose upper
-    bits are in the ones before."""
+    bits are in the ones before.
+    """
     head, factors = _factors(blocks[:, :4]), blocks[:, 4:16]
     first, rest = factors[:, :8], factors[:, 8:]
     upper = first >> 6 << 4
@@ -175,7 +176,8 @@ FLOAT8 = BlockFormat("e4m3", 11, 1, 1, _from_e4m3, unit=256.0)
 class QuantisedBlocks:
     """A weight [out_features, in_features]. `data` [out_features, in_features / form.numbers * block_bytes] uint8.
     `scales` [out_features] float32: a factor of each row. `order` [in_features] int32: the column of the weight of each
-    stored one, only for integer formats."""
+    stored one, only for integer formats.
+    """
 
     form: BlockFormat
     data: torch.Tensor
@@ -227,7 +229,8 @@ class MixedBlocks:
 
 def joined(parts: Sequence[QuantisedBlocks]) -> QuantisedBlocks | MixedBlocks | None:
     """Join rows. None if they cannot be multiplied together: the format changes within a panel, float8 is mixed with
-    integers, or columns have several orders."""
+    integers, or columns have several orders.
+    """
     if not _is_one_order([part.order for part in parts]):
         return None
     runs = [list(run) for _, run in groupby(parts, key=lambda part: part.form.name)]

@@ -19,7 +19,8 @@ WARM_UP_REPLAYS, TIMED_REPLAYS = 2, 5
 
 def copies_needed(num_bytes: int) -> int:
     """Return the number of copies of a weight of this size that are used in rotation, so that none is still in the
-    cache when it is read again; at most one per call."""
+    cache when it is read again; at most one per call.
+    """
     return max(1, min(CALLS, -(-ROTATED_BYTES // max(1, num_bytes))))
 
 

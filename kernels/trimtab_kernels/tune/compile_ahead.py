@@ -20,7 +20,8 @@ Item = TypeVar("Item")
 
 def compile_launches(launch: Callable[[], object]) -> None:
     """Compile the kernels that `launch`, called with tensors on the meta device, would launch. Raises Triton's
-    exceptions."""
+    exceptions.
+    """
     with record_launches() as launches:
         launch()
     for made in launches:
@@ -29,7 +30,8 @@ def compile_launches(launch: Callable[[], object]) -> None:
 
 class CompileAhead:
     """A pool of processes on this GPU. `task` is a function of a module; it raises for an item that cannot be
-    compiled."""
+    compiled.
+    """
 
     def __init__(self, gpu: int | None, processes: int) -> None:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork

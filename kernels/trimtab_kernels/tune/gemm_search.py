@@ -1,5 +1,6 @@
 """The GEMM shapes of a model, and the launch configurations of each that are worth timing. Pure; `measurement` times
-them."""
+them.
+"""
 
 import itertools
 import random

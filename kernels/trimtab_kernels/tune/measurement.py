@@ -70,7 +70,8 @@ def best_of(
     candidates: Iterable[GemmConfig], seconds: Callable[[GemmConfig], float | None]
 ) -> tuple[GemmConfig, float] | None:
     """Return the fastest candidate, or None if there is none; seconds are None for a candidate that cannot be launched
-    or is wrong."""
+    or is wrong.
+    """
     best: tuple[GemmConfig, float] | None = None
     for config in candidates:
         taken = seconds(config)
@@ -131,7 +132,8 @@ def _candidates(
     ahead: CompileAhead, shape: Shape, batches: list[int], facts: DeviceFacts, seconds: float
 ) -> dict[int, list[GemmConfig]]:
     """Return the candidates for each number of tokens: the part of its search space that could be compiled in the
-    time."""
+    time.
+    """
     spaces = {m: search_space(m, shape, facts) for m in batches}
     wanted = shuffle_configs(list(dict.fromkeys(config for space in spaces.values() for config in space)))
     defaults = [space[0] for space in spaces.values()]
@@ -243,7 +245,8 @@ def read_shapes(model: Path, tensor_parallel_size: int) -> list[Shape]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Return exit code 0 if all is measured, 1 if nothing could be launched for a shape, 2 without a GPU or if the
-    model cannot be read, 3 if time ran out."""
+    model cannot be read, 3 if time ran out.
+    """
     options = parse(arguments)
     try:
         shapes = read_shapes(options.model, options.tensor_parallel_size)

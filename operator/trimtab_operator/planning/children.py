@@ -163,7 +163,8 @@ def group_manifests(
 
 def rendezvous_address(deployment: InferenceDeployment, ordinal: int, observed: ObservedChildren) -> str | None:
     """Return the ClusterIP of the group's rendezvous Service, which works without cluster DNS; None before it is
-    assigned."""
+    assigned.
+    """
     name = group_name(deployment, ordinal)
     for service in observed.services:
         if service["metadata"]["name"] == name and not is_terminating(service):
@@ -182,7 +183,8 @@ def _has_stale_address(group: Group, deployment: InferenceDeployment, observed: 
 
 def _known_address(group: Group, deployment: InferenceDeployment, observed: ObservedChildren) -> str | None:
     """Return the ClusterIP of the group's Service. If the Service was deleted, return the address in its pods, which
-    avoids a restart."""
+    avoids a restart.
+    """
     pod_address = next(iter(sorted(group.rendezvous_addresses)), None)
     return rendezvous_address(deployment, group.ordinal, observed) or pod_address
 

@@ -379,7 +379,8 @@ def compute_share(own: GpuClaim, others: Sequence[GpuClaim] | None, budget: GpuB
 
 def budget_events(deployment: InferenceDeployment, share: BudgetShare | None) -> tuple[Event, ...]:
     """Return an Event if the budget limits the replica count and the status does not report it yet, or no longer limits
-    it."""
+    it.
+    """
     if share is None:
         return ()
     before, wanted = deployment.status.get("desiredReplicas"), deployment.status.get("wantedReplicas")

@@ -240,7 +240,8 @@ def plan_facts(deployment: InferenceDeployment, observed: ObservedChildren, *, n
 
 def with_stored_facts(observed: ObservedChildren, actions: Iterable[Action]) -> ObservedChildren:
     """Return the children as they will be once the Job's result is stored, so that engines can start in the same
-    iteration."""
+    iteration.
+    """
     kept = [a.manifest for a in actions if isinstance(a, Apply) and a.manifest["kind"] == "ConfigMap"]
     names = {manifest["metadata"]["name"] for manifest in kept}
     others = (m for m in observed.config_maps if m["metadata"]["name"] not in names)

@@ -213,7 +213,8 @@ def _is_already_running(
 
 def _with_recorded_image(snapshot: ClusterSnapshot, records: Mapping[str, Record]) -> ClusterSnapshot:
     """Return the snapshot with the recorded image if the spec has none, as the operator's default may have changed
-    since."""
+    since.
+    """
     record = records.get(asked_of(snapshot.deployment))
     if record is None or record.image is None or snapshot.deployment.spec.runtime.image is not None:
         return snapshot

@@ -128,7 +128,8 @@ def parse_resource(
 
 def _readable_count(body: Mapping[str, Any]) -> int:
     """Return the replica count of a spec that cannot be parsed: the desired one with scaling, else spec.replicas, else
-    1."""
+    1.
+    """
     spec = body.get("spec") or {}
     is_scaled = isinstance(spec, Mapping) and spec.get("scaling") is not None
     count = (body.get("status") or {}).get("desiredReplicas") if is_scaled else spec.get("replicas")

@@ -134,7 +134,8 @@ class RolloutStep:
 @dataclass(frozen=True, slots=True)
 class FailedChange:
     """A change that failed. `returns_to` is the revision of the replicas after the rollback, None without a known-good
-    one."""
+    one.
+    """
 
     message: str
     rolled_back_to: str | None

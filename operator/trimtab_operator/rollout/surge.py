@@ -51,7 +51,8 @@ def allowed_surge(deployment: InferenceDeployment, replicas: int) -> int:
 
 def num_surge_groups(groups: Iterable[Group], outdated_ordinals: Collection[int], *, replicas: int, surge: int) -> int:
     """Return how many groups there may be beyond `replicas`: at most as many as outdated groups serve or may serve
-    again soon."""
+    again soon.
+    """
     serving = sum(
         group.ordinal in outdated_ordinals and (group.is_ready or has_engine_started(group)) for group in groups
     )
@@ -131,7 +132,8 @@ def allowed_unavailable(
 
 def allowed_unavailable_restarting(allowed: int, groups: Collection[Group], without_node: Collection[str]) -> int:
     """Return the same limit for groups that are down but may be ready again soon; at least one, as they do not serve
-    anyway."""
+    anyway.
+    """
     return max(allowed - sum(group.name in without_node for group in groups), min(allowed, 1))
 
 

@@ -98,7 +98,8 @@ def _with_count_in_bounds(
     state: TunerState, settings: Settings, observation: Observation, now: float
 ) -> tuple[TunerState, tuple[Decision, ...]]:
     """Keep the replica count within the bounds of the spec, in every mode. Without an earlier request the count starts
-    at the present number of replicas, without a decision."""
+    at the present number of replicas, without a decision.
+    """
     if settings.scaling is None:
         return replace(state, scaling=replace(state.scaling, desired=None)), ()
     before, count = state.scaling.desired, count_in_bounds(state, observation, settings.scaling)
@@ -287,7 +288,8 @@ class _Iteration:
 
     def _is_another(self, move: Move, standing: Decision) -> bool:
         """Return True if the move differs from the current recommendation. A changed replica count alone is reported at
-        most once per ATTAINMENT_WINDOW_SECONDS."""
+        most once per ATTAINMENT_WINDOW_SECONDS.
+        """
         if (standing.move.target, standing.reason) != (move.target, move.reason):
             return True
         is_old = self.now - standing.at >= ATTAINMENT_WINDOW_SECONDS

@@ -43,7 +43,8 @@ def sentence_of(move: Move, mode: Mode) -> str:
 
 def why(history: tuple[Decision, ...], recommendation: Decision | None) -> str:
     """Return the output of `trimtab why`: each decision with id, evidence, prediction, guideline and outcome, newest
-    first."""
+    first.
+    """
     if not history and recommendation is None:
         return "No decisions yet: objectives are attained, nothing is preempted, and the replica count fits the load."
     lines: list[str] = []

@@ -144,7 +144,8 @@ def _with_clients(state: TunerState, observation: Observation) -> TunerState:
 
 def _arrived(part: Interval) -> float:
     """Return arrived requests. Without that counter, return finished ones: the change in requests in flight is small in
-    comparison."""
+    comparison.
+    """
     return part.arrived if part.arrived is not None else part.finished
 
 

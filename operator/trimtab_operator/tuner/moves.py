@@ -1,5 +1,6 @@
 """Changes that the tuner can make, their reasons, and predictions about them: shared by rules, trials, explanation and
-history."""
+history.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from trimtab_operator.tuner.parameters import Parameter, Value
 
 class Reason(StrEnum):
     """Reasons of decisions (history entry, Event, metric label) and of the conditions MetricsAvailable and
-    TuningActive. docs/guides/tuning.md explains each."""
+    TuningActive. docs/guides/tuning.md explains each.
+    """
 
     # of decisions
     KV_CACHE_TOO_SMALL = "KVCacheTooSmall"  # preemptions, and the device has headroom: raise KV memory

@@ -26,7 +26,8 @@ class ItlKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Ttft:
     """The first token arrives within `seconds` + `seconds_per_prompt_token` × prompt tokens, for `share` of the
-    requests."""
+    requests.
+    """
 
     seconds: float
     seconds_per_prompt_token: float = 0.0
@@ -71,7 +72,8 @@ class Objectives:
 
     def is_met(self, *, prompt: int, ttft: float | None, mean_gap: float | None) -> bool:
         """Return True if one request attained its objectives. Token-gap objectives are judged over all requests
-        instead."""
+        instead.
+        """
         if self.ttft is not None and (ttft is None or ttft > self.ttft.limit(prompt)):
             return False
         if self.itl is None or self.itl.kind is not ItlKind.MEAN:

@@ -28,7 +28,8 @@ FOLLOWED_WITHIN = 4  # ticks after which a decision that the recorded engines do
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
     """One decision: target, time, and values before and after. `until`: how long it was wanted if it was repeated and
-    never applied."""
+    never applied.
+    """
 
     at: float
     target: str
@@ -159,7 +160,8 @@ def _with_recorded_values(
 
 def _with_replicas(state: TunerState, serve: int, settings: Settings, at: float, *, is_change: bool) -> TunerState:
     """Request as many replicas as were recorded: at once when their number changes, otherwise after their start-up
-    time."""
+    time.
+    """
     if settings.scaling is None:
         return state
     requested_at = state.moved_at.get(REPLICAS, -math.inf)
@@ -204,7 +206,8 @@ def compare_decisions(
     then: Iterable[DecisionRecord], now: Iterable[DecisionRecord], *, within: float
 ) -> tuple[Row, ...]:
     """Match recorded with replayed decisions. A pair changes the same target in the same direction within that many
-    seconds; the nearest first."""
+    seconds; the nearest first.
+    """
     left, right = list(then), list(now)
     pairs = sorted(
         (_apart(one, other), i, j)
@@ -224,7 +227,8 @@ def compare_decisions(
 
 def _most(then: DecisionRecord, within: float) -> float:
     """Return the maximum distance of a pair. Recorded replicas without a reason are dated by when they served, not when
-    they were requested."""
+    they were requested.
+    """
     return within + START_SECONDS if then.target == REPLICAS and not then.reason else within
 
 

@@ -44,7 +44,8 @@ def move_into_bounds(state: TunerState, settings: Settings, observation: Observa
 
 def _of_engines(observation: Observation, parameter: Parameter) -> tuple[float | None, float | None]:
     """Return the widest range that an engine allows for a count. Shares depend on each engine's memory and are clamped
-    per engine."""
+    per engine.
+    """
     fields = [
         s.config.fields[parameter]
         for s in observation.replicas
@@ -114,7 +115,8 @@ def is_crash_budget_exhausted(state: TunerState, settings: Settings) -> bool:
 
 def active_pins(state: TunerState, settings: Settings) -> tuple[Pin, ...]:
     """Return the values to avoid now: harmful ones until they expire, and everything above the start values once the
-    crash budget is exhausted."""
+    crash budget is exhausted.
+    """
     if not is_crash_budget_exhausted(state, settings):
         return state.pins
     starts = {parameter: start for parameter, start in state.starts.items() if parameter is not Parameter.WATERMARK}

@@ -1,5 +1,6 @@
 """The tuner's state. `TunerState` has a persistent part, written as JSON by `stored`, and one that is learned within
-minutes."""
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ class AttainmentCounts:
 
     def error_budget_used(self, share: float) -> float | None:
         """Return the used share of the error budget of an objective with this percentile; 1 is all of it. None with too
-        few requests."""
+        few requests.
+        """
         count = self.met + self.missed
         if count < MIN_ATTAINMENT_REQUESTS:
             return None

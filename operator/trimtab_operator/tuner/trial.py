@@ -101,7 +101,8 @@ def _is_more(share: float, reference: float) -> bool:
 
 def _share_of_new_victims(since: Interval) -> float:
     """Return the share of tokens recomputed for requests that were preempted since the change. Earlier victims are
-    recomputed too, and sooner with more room."""
+    recomputed too, and sooner with more room.
+    """
     decode = since.decode
     if decode is None or decode.sequences <= 0 or since.computed_tokens <= 0:
         return since.recomputed_share

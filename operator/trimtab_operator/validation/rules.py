@@ -481,7 +481,8 @@ def validate_token_budget(deployment: InferenceDeployment) -> Iterator[Validatio
 
 def validate_tuning_bounds(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     """Check min ≤ start ≤ max for every live parameter; a start value that only the engine knows must be set
-    explicitly."""
+    explicitly.
+    """
     names = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
     fields = ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens")
     for name, field, knob in zip(names, fields, live_parameters(deployment.spec), strict=True):

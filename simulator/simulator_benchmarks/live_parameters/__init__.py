@@ -1,2 +1,3 @@
 """Effect of the tuner's live parameters on one replica, in virtual time: the rows of
-docs/results/live-parameters.md."""
+docs/results/live-parameters.md.
+"""

@@ -1,5 +1,6 @@
 """Mixes of requests: one after the other, compared with parameters switched at the border in hindsight; and each for
-long, from the engine's defaults and from the best fixed values."""
+long, from the engine's defaults and from the best fixed values.
+"""
 
 from __future__ import annotations
 

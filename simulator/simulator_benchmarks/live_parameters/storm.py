@@ -103,7 +103,8 @@ def count_storm_windows(watched: RecordingPolicy) -> int:
 
 def time_to_calm(windows: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Return the seconds from the first storm window to the first calm one after it, and the recomputed share from then
-    on."""
+    on.
+    """
     first = next((index for index, (_, *counts) in enumerate(windows) if is_storm(*counts)), len(windows))
     calm = next((index for index, (_, *counts) in enumerate(windows) if index > first and not is_storm(*counts)), None)
     if first == len(windows):

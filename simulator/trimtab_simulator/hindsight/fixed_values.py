@@ -72,7 +72,8 @@ def fewest_replicas(experiment: Experiment) -> tuple[Experiment, SimulationResul
 
 def _fewest(experiment: Experiment, most: int) -> tuple[Experiment, Score]:
     """Return the fewest sufficient replicas by bisection: more replicas serve at least as many requests in time, except
-    for noise."""
+    for noise.
+    """
     low, high = experiment.settings.min_replicas, most
     top = experiment.with_replicas(high)
     judged = top.judge("static-n", top.run_fixed("static-n"))

@@ -224,7 +224,8 @@ def _cheapest_price(experiment: Experiment, misses: Sequence[Sequence[int]]) -> 
 
 def _raise_where_missed(experiment: Experiment, found: ScoredPlan) -> ScoredPlan:
     """Add a replica to intervals whose requests violated the objectives in the whole replay, and to those before
-    them."""
+    them.
+    """
     most, seconds = experiment.settings.max_replicas, found.plan.seconds
     for step in range(REPAIRS):
         experiment.progress("oracle", step / REPAIRS)

@@ -31,7 +31,8 @@ def router_of(kind: RouterKind, seed: int) -> Router:
 
 def least_request(ready: Sequence[Replica], at: float) -> Replica:
     """Return the replica with the fewest unfinished requests, and of several the one with the fewest requests so
-    far."""
+    far.
+    """
     best = ready[0]
     fewest = best.count if best.quiet_until > at else best.refresh(at)
     for replica in ready[1:]:

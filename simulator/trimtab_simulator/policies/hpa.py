@@ -24,7 +24,8 @@ KEDA_POLL_SECONDS = 30.0
 
 def per_pod(target: float) -> Callable[[PolicyInput], int]:
     """Return a recommendation from the mean of num_requests_running over pods against `target` (a metric of type
-    Pods)."""
+    Pods).
+    """
 
     def recommend(view: PolicyInput) -> int:
         pods = num_pods(view)
@@ -52,7 +53,8 @@ def per_pod(target: float) -> Callable[[PolicyInput], int]:
 
 def total(read: Callable[[PolicyInput], float], target: float) -> Callable[[PolicyInput], int]:
     """Return a recommendation from a sum over pods, `target` per pod (a metric of type External, as KEDA creates
-    it)."""
+    it).
+    """
 
     def recommend(view: PolicyInput) -> int:
         pods = num_pods(view)

@@ -23,7 +23,8 @@ WRONG_PRIOR = (1.25, 0.75, 1.25, 0.75)  # factors of the true coefficients, whic
 
 class Trimtab:
     """`pinned`: live parameters keep their start values, and only replicas change. `history`: season of earlier
-    periods, by which arrivals are forecast."""
+    periods, by which arrivals are forecast.
+    """
 
     def __init__(
         self, setup: PolicySetup, *, pinned: bool = False, name: str = "trimtab", history: Season | None = None

@@ -25,7 +25,8 @@ KEY_TOKENS = 512  # of a Mooncake trace
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Arrivals in order of time, and the seconds that they cover, including time before the first and after the last
-    one."""
+    one.
+    """
 
     name: str
     arrivals: list[Arrival]

@@ -43,7 +43,8 @@ def draw_arrivals(
     windows: Sequence[RateWindow], share: float, draw: Draw, rng: random.Random, *, cv: float | None = None
 ) -> list[Arrival]:
     """Return arrivals in the trace's own time; `share` of each client's requests. With `cv` all clients are one
-    process."""
+    process.
+    """
     by_client: dict[str, list[RateWindow]] = defaultdict(list)
     if cv is None:
         for window in windows:
@@ -61,7 +62,8 @@ def draw_arrivals(
 
 def _times(windows: Sequence[RateWindow], share: float, rng: random.Random, *, thins: bool) -> list[float]:
     """Return arrival times of a renewal process whose clock runs at each window's rate: gaps have mean 1 in that
-    time."""
+    time.
+    """
     times: list[float] = []
     left: float | None = None  # of the gap that reaches into the next window, in its own time
     for window in sorted(windows, key=lambda window: window.start):
@@ -93,7 +95,8 @@ def pairs_of(arrivals: Sequence[Arrival]) -> Draw:
 
 def windows_of(lengths: Sequence[LengthWindow]) -> Draw:
     """Return a sampler of lengths by client and window; clients without lengths use those of another client, from the
-    nearest window."""
+    nearest window.
+    """
     by_client: dict[str, list[LengthWindow]] = defaultdict(list)
     for window in lengths:
         by_client[window.client].append(window)

@@ -145,7 +145,8 @@ def server(start_shared_server: Start) -> Server:
 
 class RealEngine:
     """A running `trimtab-engine serve` with real cores, on ports chosen by the kernel. Without weights in the folder
-    they are random. In a test with `forked` all of its processes are forks."""
+    they are random. In a test with `forked` all of its processes are forks.
+    """
 
     def __init__(self, model: Path, log: Path, *flags: str) -> None:
         self.log = log

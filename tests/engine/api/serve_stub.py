@@ -1,5 +1,6 @@
 """The installed `trimtab-engine` with the stub core instead of the real one. Arguments are those of the command
-line."""
+line.
+"""
 
 import sys
 from pathlib import Path

@@ -346,7 +346,8 @@ def test_drafts_only_change_number_of_steps(
     engine: "RealEngine", client: openai.OpenAI, tiny_model: Path, real_engine: "type[RealEngine]"
 ) -> None:
     """The model is its own draft model: every draft is accepted, a chunk has several tokens; at depth 0 there are
-    none."""
+    none.
+    """
     expected = complete(client, logprobs=1).choices[0]
     flags = ["--spec-model", str(tiny_model), "--spec-tokens", "3", "--stats-interval-seconds", "1"]
     speculating = real_engine(tiny_model, tiny_model / "log-drafts", *LIMITS, *flags)

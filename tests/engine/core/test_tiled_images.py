@@ -162,5 +162,7 @@ def test_outputs_equal_with_device_steps_over_ranks(
 
 
 def test_vision_encoder_with_too_many_ranks_is_rejected(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--mm-encoder-tp-mode weights \(data .*the vision encoder's num_heads 2 cannot be"):
+    with pytest.raises(
+        ConfigError, match=r"--mm-encoder-tp-mode weights \(data .*the vision encoder's num_heads 2 cannot be"
+    ):
         an_engine(checkpoint, tensor_parallel_size=4)

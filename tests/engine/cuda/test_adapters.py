@@ -1,5 +1,6 @@
 """Adapters on a GPU: the tokens of weights with the adapters merged in, by graphs and by eager steps; nothing is
-compiled, and no graph recorded, while adapters come and go. Skipped without one."""
+compiled, and no graph recorded, while adapters come and go. Skipped without one.
+"""
 
 import json
 import random

@@ -1,5 +1,6 @@
 """Families whose layers do not all see alike, on a GPU: the tokens of transformers on the CPU, of requests that are cut
-in chunks, preempted and found in the prefix cache. Skipped without a GPU."""
+in chunks, preempted and found in the prefix cache. Skipped without a GPU.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,6 @@
 """Layouts on GPUs. On one the ranks share it and talk by gloo through host memory, so that only pipelines replay
-graphs, and NCCL's code runs at world size 1; on two or more each rank has its own. Skipped without a GPU."""
+graphs, and NCCL's code runs at world size 1; on two or more each rank has its own. Skipped without a GPU.
+"""
 
 import json
 from collections.abc import Iterator

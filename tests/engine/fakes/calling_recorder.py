@@ -92,7 +92,7 @@ def steps_that_follow(engine: Engine, run: Callable[[], Result]) -> tuple[list[b
             followed.append(follower is not None)
         return follower
 
-    engine._dispatch_follower = note  # type: ignore[method-assign]  # the decision is what is asked about
+    engine._dispatch_follower = note  # type: ignore[method-assign, assignment]  # the decision is what is asked about
     result = run()
     assert followed
     return followed, result

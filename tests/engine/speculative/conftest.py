@@ -14,7 +14,8 @@ END_TOKEN = 96
 
 def save_model(folder: Path, *, num_layers: int = 3, noise: float = 0.0, **changes: Any) -> Path:
     """The same random model every time; `num_layers` keeps its first layers, `noise` is added to its weights, as part
-    of their spread."""
+    of their spread.
+    """
     values: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,

@@ -1,5 +1,6 @@
 """Grammars in the complete engine with a tiny random model: the output matches, despite preemption, drafts and
-aborts."""
+aborts.
+"""
 
 import json
 import re

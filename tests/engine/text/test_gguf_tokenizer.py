@@ -38,7 +38,8 @@ def write_file(
     path: Path, split: str = "gpt-2", template: str | dict[str, str] = TEMPLATE, end: int = 0, **options: Any
 ) -> Path:
     """Write byte-level tokens, four merges, one control token, a chat template or several by name, and two small
-    tensors."""
+    tensors.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|end|>", *alphabet, "ab", "ĠĠ", "ĊĊ", "Ġ1"]
     writer = GGUFWriter(path, "llama", **options)

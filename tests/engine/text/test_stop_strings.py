@@ -15,7 +15,8 @@ def sent(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[
 
 def cut(text: str, stop: list[str], *, include: bool) -> str:
     """Return the text up to the stop string that completes first; among those that complete together, the first to
-    start."""
+    start.
+    """
     for end in range(1, len(text) + 1):
         begins = [text[:end].find(s) for s in stop if s in text[:end]]
         if begins:

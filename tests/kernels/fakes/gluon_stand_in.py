@@ -305,7 +305,8 @@ class Machine:
 
     def _pace(self, of: str) -> float:
         """Return the weight of a partition: some are slower than others by orders of magnitude, depending on the
-        seed."""
+        seed.
+        """
         return self.paces.setdefault(of, 10 ** self.random.uniform(-3, 0))
 
     def _step(self) -> None:

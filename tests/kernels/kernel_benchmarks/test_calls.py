@@ -76,7 +76,8 @@ def test_device_memory_tests_run_exclusively() -> None:
 
 def test_first_lane_runs_exclusively_then_others_in_parallel(tmp_path: Path) -> None:
     """Each step of the second lane waits for a step of the third, which would run after it with one lane. The first
-    lane's last step is long enough for another to start, if that were allowed."""
+    lane's last step is long enough for another to start, if that were allowed.
+    """
     ended, met = tmp_path / "ended", tmp_path / "met"
     ends = f"import pathlib, time; time.sleep(0.3); pathlib.Path({str(ended)!r}).touch()"
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(met)!r}).exists(): time.sleep(0.01)"

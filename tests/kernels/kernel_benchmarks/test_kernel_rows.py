@@ -1,5 +1,6 @@
 """The kernel phase without a GPU: every row's check in Triton's interpreter on tiny shapes, the report, and the time
-limit. Not a measurement."""
+limit. Not a measurement.
+"""
 
 import argparse
 import time

@@ -42,7 +42,8 @@ STEP = 1 / 32767
 
 def a_weight(name: str, out: int, size: int, seed: int = 0) -> tuple[QuantisedBlocks, torch.Tensor]:
     """Return blocks of random bits with finite factors, and the weight that ggml's code dequantises; for formats that
-    ggml lacks, this module's."""
+    ggml lacks, this module's.
+    """
     if name in OURS:
         return {ZERO_POINTS.name: a_weight_with_zeros, MXFP4.name: a_weight_in_e2m1, FLOAT8.name: a_weight_in_e4m3}[
             name
@@ -70,7 +71,8 @@ def form_of(name: str) -> BlockFormat:
 
 def a_weight_in_e2m1(out: int, size: int, seed: int) -> tuple[QuantisedBlocks, torch.Tensor]:
     """Return a weight in e2m1. ggml's MXFP4 has the same numbers in the same places, but a one-byte power of two as its
-    factor."""
+    factor.
+    """
     generator = torch.Generator().manual_seed(seed)
     count = out * (size // GROUP)
     numbers = torch.randint(256, (count, 16), dtype=torch.uint8, generator=generator)
@@ -93,7 +95,8 @@ def a_weight_in_e4m3(out: int, size: int, seed: int) -> tuple[QuantisedBlocks, t
 
 def a_weight_with_zeros(out: int, size: int, seed: int) -> tuple[QuantisedBlocks, torch.Tensor]:
     """Return a weight with zero points. The lower nibbles of a block's 16 bytes are its first numbers, the upper ones
-    its last."""
+    its last.
+    """
     generator = torch.Generator().manual_seed(seed)
     numbers, zeros = (torch.randint(16, (out, size // GROUP, count), generator=generator) for count in (GROUP, 1))
     scales = torch.rand(zeros.shape, generator=generator).half()
@@ -108,7 +111,8 @@ def rows_of(count: int, size: int) -> torch.Tensor:
 
 def check(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     """Compare with a tolerance of half a step of its group per number of x, and of float32's rounding of the summands,
-    which exceed the weight in blocks with a min."""
+    which exceed the weight in blocks with a min.
+    """
     steps = x.view(x.shape[0], -1, GROUP).abs().amax(dim=2, keepdim=True).expand(-1, -1, GROUP).reshape(x.shape) * STEP
     summed = weight.abs() + 2 * weight.view(len(weight), -1, GROUP).abs().amax(dim=2).repeat_interleave(GROUP, dim=1)
     allowed = 0.5 * steps.double() @ weight.double().abs().t() + 1e-30

@@ -14,7 +14,8 @@ LAUNCH_MILLISECONDS = 0.04
 
 class Device:
     """A fake device. Its clock advances by the duration of kernels; a launch from the host costs more, a call inside a
-    capture nothing."""
+    capture nothing.
+    """
 
     def __init__(self) -> None:
         self.milliseconds = 0.0

@@ -68,7 +68,8 @@ def test_restarted_worker_counts_as_replaced() -> None:
 
 def test_late_restart_report_expires() -> None:
     """The worker restarted before the leader became Ready, and its kubelet reports it late. An engine that lost a rank
-    would have ended long ago."""
+    would have ended long ago.
+    """
     watching, leader, reported = Watching(), a_pod(LEADER, "l", 1), a_pod(WORKER, "w", 1)
     assert watching.sees(leader, a_pod(WORKER, "w"))
     assert not watching.sees(leader, reported, after=2)

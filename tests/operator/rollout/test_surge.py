@@ -393,7 +393,8 @@ def kept_pods(cluster: FakeCluster) -> set[str]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_flapping_respects_max_unavailable(seed: int) -> None:
     """Serving replicas are replaced only while enough others serve: all wanted ones with surge, otherwise all but
-    `maxUnavailable`."""
+    `maxUnavailable`.
+    """
     chance = random.Random(seed)
     replicas, surge, unavailable = chance.randrange(1, 5), chance.choice([0, 1, 2]), chance.choice([1, 2, "50%"])
     rollout = {"maxSurge": surge, "maxUnavailable": unavailable, "bakeTime": chance.choice(["0s", "10s"])}

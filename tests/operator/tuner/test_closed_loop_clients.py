@@ -1,5 +1,6 @@
 """Closed-loop clients in virtual time, compared with the same load without changes: the demo's two scenes, on an engine
-whose KV cache holds half of the outputs, with and without device headroom; and random ones."""
+whose KV cache holds half of the outputs, with and without device headroom; and random ones.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def test_tuning_without_headroom_keeps_goodput(objectives: Objectives, least: fl
 @pytest.mark.parametrize("seed", range(4))
 def test_tuning_keeps_goodput_for_random_clients(seed: int) -> None:
     """Random numbers of clients, lengths, engine speed and cache size. Lengths vary from request to request, so that
-    differences within a tenth of about 1,000 are chance."""
+    differences within a tenth of about 1,000 are chance.
+    """
     rng = random.Random(seed)
     prompt, answer, clients = rng.randint(40, 600), rng.randint(40, 400), rng.randint(6, 40)
     cost = StepCost(*(value * rng.uniform(0.1, 1.0) for value in (0.02, 0.004, 0.002, 1e-6)))

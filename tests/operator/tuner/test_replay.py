@@ -28,7 +28,8 @@ LIMITS: Limits = {parameter: (field.minimum, field.maximum) for parameter, field
 
 def record_run(ticks: int, settings: Settings = AUTO) -> tuple[list[Tick], list[DecisionRecord]]:
     """Return the ticks and decisions of a run: an engine that recomputes 14 % of its tokens, and runs PATCHed values
-    from the next sample on."""
+    from the next sample on.
+    """
     state, values, generation = TunerState(), dict(PARAMETERS), 1
     seen: list[Tick] = []
     made: list[DecisionRecord] = []

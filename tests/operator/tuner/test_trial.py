@@ -24,7 +24,8 @@ def under_pressure(
 ) -> tuple[list[Reason], TunerState]:
     """Return reasons and state for an engine under pressure whose memory is raised: from then on this many requests are
     preempted a second, and three times as many tokens are recomputed as before. A second replica starts for
-    `starting_for` seconds."""
+    `starting_for` seconds.
+    """
     settings, state = Settings(Mode.AUTO, starts=PARAMETERS), TunerState(starts=PARAMETERS)
     values: dict[Parameter, Value] = dict(PARAMETERS)
     generation, preempted, recomputed, left = 1, 0.0, 0.0, ticks_after

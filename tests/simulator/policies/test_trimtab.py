@@ -34,7 +34,8 @@ def documents() -> Trace:
 
 def test_budget_trial_ignores_latency_before_replicas_were_ready() -> None:
     """Overload from the first second, with a budget too large for ITL objectives and more than a minute until replicas
-    are ready: latency until then depends on their number."""
+    are ready: latency until then depends on their number.
+    """
     machine = machine_of("llama-3.1-8b", "h200")
     fleet = FleetSettings(machine, START, 6, 1, 28, 120.0)
     experiment = Experiment(documents(), fleet, ReplaySettings(), Objectives(10.0, 1 / 4000, itl_mean=0.1))

@@ -35,7 +35,8 @@ Route = Callable[[Request], Coroutine[Any, Any, Response]]
 
 def lifecycle_routes(state: ServerState) -> APIRouter:
     """Return the routes. They respond once the engine has changed state; with mode wait, after running requests have
-    finished."""
+    finished.
+    """
     router = APIRouter()
 
     async def pause(request: Request) -> Response:

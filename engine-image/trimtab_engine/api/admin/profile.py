@@ -1,5 +1,6 @@
 """POST /start_profile and /stop_profile (vLLM's names) on the admin port. Profiles write files and slow the engine
-down."""
+down.
+"""
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse

@@ -40,7 +40,8 @@ Engine = Callable[[Call], Awaitable[AdminReply]]
 
 def build_admin_app(state: ServerState, engine: Engine, log: RequestLog) -> FastAPI:
     """Return the admin application. With a token hash every call requires the token; without one the caller must bind
-    to loopback."""
+    to loopback.
+    """
     app = FastAPI(title="Trimtab engine admin", docs_url=None, redoc_url=None)
     add_error_handlers(app, PUBLIC_PORT, _flat)
     app.add_exception_handler(EngineDead, _on_engine_dead)

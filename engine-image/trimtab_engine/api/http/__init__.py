@@ -1,2 +1,3 @@
 """Generic HTTP: listening, bodies, request identity, errors in OpenAI's format, event streams. Independent of the
-API."""
+API.
+"""

@@ -1,5 +1,6 @@
 """Errors in OpenAI's format, {"error": {"message", "type", "param", "code"}}, so that clients raise the matching
-exceptions."""
+exceptions.
+"""
 
 import re
 from collections.abc import Callable
@@ -65,7 +66,8 @@ class WrongField(ValueError):
 
 def add_error_handlers(app: FastAPI, other: OtherPort, respond: Respond = ApiError.response) -> None:
     """Add the handlers. `other` is the server's other port, which may have the requested path; `respond` builds error
-    responses, by default in OpenAI's format."""
+    responses, by default in OpenAI's format.
+    """
 
     async def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -92,7 +94,8 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 def validation_error(findings: Any, body: Any = None, sent_as: str = JSON) -> ApiError:
     """Return the first of pydantic's errors as a 400. `body` is the parsed body, or its text if it is not JSON;
-    `sent_as` is its Content-Type."""
+    `sent_as` is its Content-Type.
+    """
     first = findings[0]
     field, message = _first_error(findings)
     if first["type"] == "json_invalid":
@@ -123,7 +126,8 @@ def _where(loc: tuple[str | int, ...], body: Any) -> str:
 
 def _first_error(findings: Any) -> tuple[str | None, str]:
     """Return the first invalid field and its message. Each type of a union has its own error: the deepest ones belong
-    to the intended type; if all have one depth, all are reported."""
+    to the intended type; if all have one depth, all are reported.
+    """
     places = [_place(finding["loc"]) for finding in findings]
     root = places[0][:1]
     same = [(place, finding) for place, finding in zip(places, findings, strict=True) if place[:1] == root]

@@ -1,5 +1,6 @@
 """Incremental JSON encoding of long responses: the encoder holds the interpreter lock, also in a thread, and would
-block all other requests of the process."""
+block all other requests of the process.
+"""
 
 import json
 from collections.abc import Iterator

@@ -62,7 +62,8 @@ class BodyLimit:
 class CloseWhileEnding:
     """Adds `Connection: close` to responses of a terminating engine: removing a pod from the endpoints only redirects
     new connections, so clients with open ones must reconnect. `is_ending` is called at the start of a response, so that
-    requests in progress are included."""
+    requests in progress are included.
+    """
 
     def __init__(self, app: ASGIApp, is_ending: Callable[[], bool]) -> None:
         self._app, self._is_ending = app, is_ending
@@ -78,7 +79,8 @@ class CloseWhileEnding:
 
 class CountArrivals:
     """Calls `on_arrival` for each request, so that the engine exits when traffic has stopped; except at `uncounted`
-    paths, whose clients (monitoring) never stop."""
+    paths, whose clients (monitoring) never stop.
+    """
 
     def __init__(self, app: ASGIApp, on_arrival: Callable[[], None], uncounted: frozenset[str]) -> None:
         self._app, self._on_arrival, self._uncounted = app, on_arrival, uncounted

@@ -16,7 +16,8 @@ logger = logging.getLogger("trimtab_engine.api")
 
 class BoundedHeadProtocol(HttpToolsProtocol):
     """Closes connections whose request head exceeds the limit with 400, and TLS connections, which are logged because
-    the client cannot read a response."""
+    the client cannot read a response.
+    """
 
     _num_head_bytes = 0
     """Bytes received since the last complete head or message."""

@@ -76,6 +76,7 @@ def request_id_of(request: Request, in_body: str | None = None) -> str:
 
 def key_salt(request: Request) -> str:
     """Return a cache salt that separates the cached prefixes of API keys, so that clients cannot infer other prompts
-    from timing."""
+    from timing.
+    """
     salt: str = getattr(request.state, "key_salt", "")
     return salt

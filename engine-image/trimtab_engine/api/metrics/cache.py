@@ -1,5 +1,6 @@
 """Cache metrics: sources of prompt tokens, evictions, host cache and swap; vLLM's prefix-cache families and
-Trimtab's."""
+Trimtab's.
+"""
 
 from collections.abc import Sequence
 

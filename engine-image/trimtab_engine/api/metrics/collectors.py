@@ -109,7 +109,8 @@ class SaturationMetrics:
 
 class GraphMetrics:
     """Steps that replay a CUDA graph, reasons of those that do not, and padding. On the CPU, which has no graphs, all
-    counters stay 0."""
+    counters stay 0.
+    """
 
     def __init__(self, families: FamilyFactory) -> None:
         self._steps = families.labelled_counter(
@@ -170,7 +171,8 @@ class SpeculationMetrics:
 
 class AdapterMetrics:
     """vLLM's family of running and waiting adapters: labels hold the names, the value is the time. Without adapters it
-    has no samples."""
+    has no samples.
+    """
 
     def __init__(self, families: FamilyFactory) -> None:
         self._info = families.labelled_gauge(
@@ -191,7 +193,8 @@ class AdapterMetrics:
 
 class ExpertMetrics:
     """Evenness of expert loads over ranks, and cost of rearrangements. Without expert load balancing the gauge has no
-    sample and the counters stay 0."""
+    sample and the counters stay 0.
+    """
 
     def __init__(self, families: FamilyFactory) -> None:
         self._balancedness = families.labelled_gauge(

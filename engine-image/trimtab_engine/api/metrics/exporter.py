@@ -39,7 +39,8 @@ class Exporter(Protocol):
 class EngineExporter:
     """Counts and logs for one engine; an Observer of requests. `metrics` is set when the cores are ready: that of the
     first core, whose data-parallel rank is `first_rank`. Other cores get theirs with their first step. Live
-    disable_log_stats hides all of it."""
+    disable_log_stats hides all of it.
+    """
 
     def __init__(
         self, model_name: str, custom_buckets: Buckets | None = None, first_rank: int = 0, device: str = "cuda"

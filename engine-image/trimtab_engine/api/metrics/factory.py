@@ -45,7 +45,8 @@ class BulkHistogram(Histogram):
 
 class Labelled(Generic[Child]):
     """Family with labels in addition to the model's and the engine's. Children are cached: prometheus_client takes a
-    lock and formats all labels at each lookup, a dozen times per step."""
+    lock and formats all labels at each lookup, a dozen times per step.
+    """
 
     def __init__(self, family: Child, values: Sequence[str]) -> None:
         self._family: Child = family

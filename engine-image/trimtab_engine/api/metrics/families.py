@@ -50,7 +50,8 @@ def length_buckets(max_model_len: int) -> list[int]:
 
 class EngineMetrics:
     """All families of one engine core. `max_model_len` is the upper end of the length histograms; `engine` is the label
-    of the data-parallel core."""
+    of the data-parallel core.
+    """
 
     def __init__(
         self, model_name: str, max_model_len: int, engine: str = "0", custom_buckets: Buckets | None = None
@@ -99,7 +100,8 @@ class EngineMetrics:
 
     def on_step(self, stats: StepStats) -> None:
         """Record one step's statistics. Hundreds arrive per second, for dozens of families: they are counted in
-        batches."""
+        batches.
+        """
         self._steps.append(stats)
         if len(self._steps) >= STEP_BATCH_SIZE:
             self._count_steps()
@@ -217,7 +219,8 @@ class EngineMetrics:
 
     def request_finished(self, n: int, max_num_generation_tokens: int) -> None:
         """Count a finished HTTP request with n sequences; `max_num_generation_tokens` is the longest sequence's
-        length."""
+        length.
+        """
         self._params_n.observe(n)
         self._length_max_generation.observe(max_num_generation_tokens)
 
@@ -327,7 +330,8 @@ class EngineMetrics:
 
 class MergedRegistry:
     """Registry that merges several cores' families: each family once, with the samples of all running cores and the
-    counters of ended ones."""
+    counters of ended ones.
+    """
 
     def __init__(self, engines: Sequence[EngineMetrics]) -> None:
         self._engines = engines

@@ -12,7 +12,8 @@ import msgspec
 
 class FinishedSequence(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A finished sequence: times in CLOCK_MONOTONIC seconds, lengths in tokens. None for phases that were not
-    reached."""
+    reached.
+    """
 
     reason: str
     arrival: float
@@ -46,7 +47,8 @@ class Observer(Protocol):
 
     def request_finished(self, n: int, max_num_generation_tokens: int, engine: int) -> None:
         """Record a finished HTTP request with n sequences; `max_num_generation_tokens` is the longest sequence's
-        length, `engine` the core of the last one."""
+        length, `engine` the core of the last one.
+        """
 
     def rejected(self, reason: str) -> None:
         """Record a request rejected because the queue is full."""

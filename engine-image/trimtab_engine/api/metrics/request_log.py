@@ -38,7 +38,8 @@ class RequestLog:
     def since(self, after: int, now: float) -> dict[str, Any]:
         """Return sequences finished after number `after`, as rows of FINISHED_COLUMNS. Ages are seconds from arrival to
         `now`, so that clocks of two machines need not agree. `missed` counts sequences already dropped; a number beyond
-        the newest (from before a restart) is treated as 0."""
+        the newest (from before a restart) is treated as 0.
+        """
         known = after if after <= self._count else 0
         new = self._count - known
         lives = list(self._lives)[-new:] if new else []

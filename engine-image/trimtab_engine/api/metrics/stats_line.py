@@ -39,7 +39,8 @@ class StatisticsLine:
 
     def take(self, seconds: float) -> tuple[list[str], bool]:
         """Return the lines of the last `seconds` (a second line if there were drafts), and True if they can be skipped:
-        nothing happened in this or the last interval, and no request waits."""
+        nothing happened in this or the last interval, and no request waits.
+        """
         latest = self._latest
         assert latest is not None
         interval, self._interval = self._interval, Interval()
@@ -78,7 +79,8 @@ def statistics_line(
     engine: int, interval: Interval, latest: StepStats, hit_rate: HitRate, seconds: float, device: str = "cuda"
 ) -> str:
     """Return the line. Preemptions of the interval and deferred requests appear only if there are any. vLLM prints GPU
-    before KV cache; on the CPU it is omitted."""
+    before KV cache; on the CPU it is omitted.
+    """
     place = "" if device == "cpu" else "GPU "
     usage = 100 * latest.kv_blocks_used / max(latest.kv_blocks_total, 1)
     deferred = f", Deferred: {latest.num_deferred} reqs" if latest.num_deferred else ""

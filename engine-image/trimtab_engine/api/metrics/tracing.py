@@ -74,7 +74,8 @@ class Tracer:
         self, request_id: str, sequence: FinishedSequence, sampling: Sampling | None, n: int, headers: Mapping[str, str]
     ) -> None:
         """Create the span of a finished sequence. `headers` are the request's TRACE_HEADERS; `sampling` is None for
-        pooling."""
+        pooling.
+        """
         from opentelemetry.trace import SpanKind
 
         to_wall_clock = time.time_ns() - time.monotonic_ns()

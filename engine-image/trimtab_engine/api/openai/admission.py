@@ -85,7 +85,8 @@ class Admission:
 
     def num_queued(self, state: EngineState) -> int:
         """Return the number of sequences ahead of a new one: those in the core's queue, and those not yet received by
-        the core that will find no free sequence slot."""
+        the core that will find no free sequence slot.
+        """
         unseen = sum(ticket.num_waiting for ticket in self._tickets if ticket.sent > state.time)
         seats = max(0, state.max_num_seqs - state.num_running) if state.num_waiting == 0 else 0
         return state.num_waiting - state.num_waiting_late + max(0, unseen - seats)

@@ -6,7 +6,8 @@ from trimtab_engine.api.openai.tool_parsers.parsed import Parsed, ToolParser
 
 class ResponseParser:
     """Incremental reader. With `tools` None the remaining text is content; with `include_reasoning` False reasoning is
-    dropped."""
+    dropped.
+    """
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, include_reasoning: bool) -> None:
         self._reasoning, self._tools, self._include_reasoning = reasoning, tools, include_reasoning

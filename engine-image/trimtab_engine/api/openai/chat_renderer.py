@@ -1,5 +1,6 @@
 """Chat template rendering for the server, in subprocesses with a time limit so that no template blocks other
-requests."""
+requests.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -237,7 +237,8 @@ def _check_length(what: str, text: str, limit: int) -> None:
 
 def _is_deeper(value: Any, limit: int) -> bool:
     """Return True if objects and arrays are nested deeper than `limit`. Iterative, so that deep input cannot overflow
-    the stack."""
+    the stack.
+    """
     level = [value]
     for _ in range(limit + 1):
         level = [item for node in level for item in _items(node)]

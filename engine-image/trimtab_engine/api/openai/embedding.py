@@ -1,5 +1,6 @@
 """Embedding execution: all inputs of one HTTP request run concurrently, each as its own core request, and are returned
-in order."""
+in order.
+"""
 
 import asyncio
 import time

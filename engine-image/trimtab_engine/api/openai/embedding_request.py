@@ -1,5 +1,6 @@
 """Request model of POST /v1/embeddings, validated like protocol.py. OpenAI's names, or vLLM's for fields that OpenAI
-does not have."""
+does not have.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -37,7 +38,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 class EmbeddingRequest(PromptFields, TemplateFields):
     """Body of POST /v1/embeddings. `input` is text, token IDs, or a list of them; `messages` is a conversation rendered
-    with the chat template. None selects the engine's default."""
+    with the chat template. None selects the engine's default.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -1,5 +1,6 @@
 """Validation of client grammars in a subprocess with a time limit, before they reach the engine core; results are
-cached."""
+cached.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,7 +19,8 @@ MODULE = "trimtab_engine.structured.validation"
 
 class GrammarValidator:
     """Cache of validation results. `start` returns the initial message of a worker: the vocabulary
-    (structured/validation.py). The first worker starts with the first grammar."""
+    (structured/validation.py). The first worker starts with the first grammar.
+    """
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._make_start = start

@@ -20,7 +20,8 @@ def completion_logprobs(
     tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], offset: int, name: Name | None = None
 ) -> dict[str, Any]:
     """Return /v1/completions' four parallel lists. `offset` is the start of the first token's text. A position without
-    a logprob (the first token of an echoed prompt) has null in both lists."""
+    a logprob (the first token of an echoed prompt) has null in both lists.
+    """
     name = name or tokenizer.token_text
     offsets = []
     for position in positions:
@@ -54,7 +55,8 @@ def prompt_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) ->
 
 def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs) -> dict[str, Any]:
     """Return one position by token ID. `rank` is known for the token itself and for the top tokens, which are
-    sorted."""
+    sorted.
+    """
     ranks = [position.rank, *range(1, len(position.token_ids))]
     entries = zip(position.token_ids, position.logprobs, ranks, strict=True)
     return {

@@ -23,7 +23,8 @@ RETRY_SECONDS = 2
 @dataclass(frozen=True, slots=True)
 class Media:
     """An image or a video of a message. `where` is its position for error messages, `uuid` the client's ID of its
-    content."""
+    content.
+    """
 
     modality: Modality
     url: str | None
@@ -35,7 +36,8 @@ class Media:
 class PromptMedia:
     """Media processing of a model. `placeholders` has the token that the chat template writes for each supported
     modality, `limits` the maximum number per prompt, `tiles` the tokens around image tiles, for models that split
-    images."""
+    images.
+    """
 
     def __init__(
         self,

@@ -13,7 +13,8 @@ from trimtab_engine.text.tokenizer import Tokenizer
 
 class ParsedChatResponseBuilder(ChatResponseBuilder):
     """Chat format with parsing. `make_reader` returns a reader per choice; with `only_first`, a choice's further tool
-    calls are dropped."""
+    calls are dropped.
+    """
 
     is_plain = False
 
@@ -72,7 +73,8 @@ class ParsedChatResponseBuilder(ChatResponseBuilder):
 
 def _reasoning_fields(reasoning: str) -> Json:
     """Return the reasoning fields under vLLM's current and former name, the latter used by DeepSeek's API and most
-    clients."""
+    clients.
+    """
     return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
 
 

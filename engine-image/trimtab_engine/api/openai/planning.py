@@ -74,7 +74,8 @@ async def chat_prompt(
     serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None, *, max_tokens: int | None, salt: str
 ) -> tuple[list[int], tuple[Span, ...]]:
     """Return the token IDs of a conversation up to the assistant's response, and its images and videos. Media are
-    cached per salt."""
+    cached per salt.
+    """
     media = media_of(body.messages)
     if media:
         taken = _check_media(serving, media)
@@ -156,7 +157,8 @@ def build_plan(
     spans: tuple[Span, ...] = (),
 ) -> GenerationPlan:
     """Return the plan. `max_tokens` None means as many as fit; 0 means one token that is not returned. `spans` are the
-    images and videos of a single prompt."""
+    images and videos of a single prompt.
+    """
     vocab_size = serving.facts.vocab_size
     requested = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"  # field with the number of logprobs
     for name, count in ((requested, logprobs), ("prompt_logprobs", prompt_logprobs)):
@@ -215,7 +217,8 @@ def _check_reported(
     prompt_logprobs: int | None,
 ) -> None:
     """Check the number of reported log-probabilities: choices x positions x width. Streams do not retain those of the
-    output; output without max_tokens is counted during generation (respond.py)."""
+    output; output without max_tokens is counted during generation (respond.py).
+    """
     requested = 0
     if prompt_logprobs is not None:
         requested += body.n * sum(len(prompt) - 1 for prompt in prompts) * (1 + prompt_logprobs)
@@ -295,7 +298,8 @@ def _check_length(serving: Serving, text: str, param: str) -> None:
 
 def check_known(serving: Serving, ids: list[int], param: str) -> None:
     """Check that the model has an embedding for every token ID. A tokenizer may have tokens that were added after
-    training."""
+    training.
+    """
     highest, vocab_size = max(ids), serving.facts.vocab_size
     if highest >= vocab_size:
         name = serving.tokenizer.token_name(highest)

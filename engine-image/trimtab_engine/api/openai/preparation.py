@@ -1,5 +1,6 @@
 """Preparation of a validated body: plan, response format and echo. Errors are 400, both for generation and for
-rendering."""
+rendering.
+"""
 
 import time
 from dataclasses import dataclass

@@ -56,7 +56,8 @@ class PromptFields(BaseModel):
 
     def kept(self, prompt: list[int], *, max_model_len: int, max_tokens: int | None) -> list[int]:
         """Return the truncated prompt: its last tokens, or its first ones with truncation_side right. "As many as fit"
-        leaves room for `max_tokens` output tokens, or for one if it is None."""
+        leaves room for `max_tokens` output tokens, or for one if it is None.
+        """
         if self.truncate_prompt_tokens is None:
             return prompt
         num_kept = self.truncate_prompt_tokens

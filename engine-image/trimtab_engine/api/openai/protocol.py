@@ -296,7 +296,8 @@ class VideoUrl(BaseModel):
 
 class MediaPart(BaseModel):
     """An image or a video. `uuid` (vLLM's): the client's ID of its content, which may be sent without the content while
-    it is cached."""
+    it is cached.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["image_url", "video_url"]

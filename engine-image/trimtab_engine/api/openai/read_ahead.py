@@ -1,5 +1,6 @@
 """Bounded buffer between the core and a client that reads its stream slowly. The core's output is always consumed, so
-that a slow client affects no latency metric and blocks no queue."""
+that a slow client affects no latency metric and blocks no queue.
+"""
 
 import asyncio
 import logging
@@ -84,7 +85,8 @@ def _num_values(positions: Sequence[TokenLogprobs]) -> int:
 class ReadAhead(AsyncIterator[Piece]):
     """Pieces of a request for one reader. After the reader signals that it cannot accept more (`begin`), pieces are
     read ahead into this buffer. Above MAX_UNREAD_BYTES the request is aborted: the reader gets the buffered pieces,
-    then an ApiError."""
+    then an ApiError.
+    """
 
     def __init__(
         self,

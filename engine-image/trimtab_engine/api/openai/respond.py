@@ -73,7 +73,8 @@ async def respond(
     echo: Echo | None = None,
 ) -> Response:
     """Return a complete response or a stream. A stream takes ownership of `until`, so that the request counts as active
-    until its end."""
+    until its end.
+    """
     if state.options.log_requests:
         _log(builder, plan)
     plan = replace(plan, ticket=_admit(state, plan, until))

@@ -18,7 +18,8 @@ Positions = Sequence[TokenLogprobs] | None
 @dataclass(slots=True)
 class Usage:
     """Token counts of a request. `num_cached_tokens` is the part of the prompts found in the prefix cache, of which
-    `num_host_cached_tokens` came from host memory; each is reported if above 0."""
+    `num_host_cached_tokens` came from host memory; each is reported if above 0.
+    """
 
     num_prompt_tokens: int
     num_completion_tokens: int = 0
@@ -71,12 +72,14 @@ class ResponseBuilder(ABC):
     @abstractmethod
     def add_prompt_ids(self, answer: Json, prompts: Sequence[list[int]]) -> None:
         """Add the prompt token IDs in vLLM's format, to a complete response or to each choice's first chunk (`prompts`
-        are those of the chunk's choices)."""
+        are those of the chunk's choices).
+        """
 
     @abstractmethod
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
         """Return one choice of a complete response; `last` has the finish reason. A position without a logprob is the
-        first of a prompt."""
+        first of a prompt.
+        """
 
     @abstractmethod
     def _delta(self, piece: Piece, positions: Positions, offset: int) -> Json:

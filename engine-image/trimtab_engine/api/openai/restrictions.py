@@ -1,5 +1,6 @@
 """Restrictions of token choice: grammar, logit_bias, allowed_token_ids and bad_words, checked against the model's
-vocabulary."""
+vocabulary.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any

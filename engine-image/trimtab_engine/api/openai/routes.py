@@ -1,5 +1,6 @@
 """OpenAI routes: completions, chat completions, models. protocol.py validates requests, prepared.py creates plans,
-respond.py runs them."""
+respond.py runs them.
+"""
 
 from typing import Any
 

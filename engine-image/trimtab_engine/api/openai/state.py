@@ -128,7 +128,8 @@ class ServerState:
     @contextmanager
     def track_generation(self) -> Iterator[ExitStack]:
         """Count a generation request as in progress; a drain waits for it. It counts until the stack is closed: at the
-        end of the block, or by the code that takes it over with pop_all()."""
+        end of the block, or by the code that takes it over with pop_all().
+        """
         self.num_http_requests += 1
         self.idle.clear()
         with ExitStack() as until:
@@ -168,7 +169,8 @@ class ServerState:
 
     def require_serving(self) -> Serving:
         """Return the serving state of a generation request, or raise 503 with the reason. While paused with kept
-        requests, new ones queue up too."""
+        requests, new ones queue up too.
+        """
         reason = self._rejection_reason
         if self.core.state.pause_mode == "keep" and reason == paused_reason(self.core.state):
             reason = None

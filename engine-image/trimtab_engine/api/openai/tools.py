@@ -24,7 +24,8 @@ class _StrictModel(BaseModel):
 
 class Function(_StrictModel):
     """Function definition. `strict` has no effect: tool_choice required or a name enforces the schema, auto does
-    not."""
+    not.
+    """
 
     name: Name
     description: str | None = None
@@ -138,7 +139,8 @@ def build_tool_use(
     body: ToolFields, *, template_knows_tools: bool, auto_parser: str | None, is_constrained: bool
 ) -> ToolUse:
     """Return the tool use of a request. `auto_parser` is --tool-call-parser with --enable-auto-tool-choice. Raises
-    ApiError 400 for conflicts."""
+    ApiError 400 for conflicts.
+    """
     tools = body.for_template(template_knows_tools=template_knows_tools)
     if not body.tools:
         return NO_TOOLS
@@ -170,7 +172,8 @@ def _arguments_constraint(tools: list[Tool], name: str) -> Constraint:
 
 def _calls_constraint(tools: list[Tool], only_first: bool) -> Constraint:
     """Return the constraint: the output is an array of calls (vLLM's form). Schema definitions move to the top
-    level."""
+    level.
+    """
     definitions: Schema = {}
     options: list[Schema] = []
     for tool in tools:

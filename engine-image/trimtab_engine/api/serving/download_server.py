@@ -48,7 +48,8 @@ class DownloadState:
 @contextmanager
 def serve_probes(host: str, port: int) -> Iterator[tuple[DownloadState, int]]:
     """Serve probes until the block ends. Yields the state to update, and the port. Raises ConfigError if the port is in
-    use."""
+    use.
+    """
     state = DownloadState()
 
     class Handler(BaseHTTPRequestHandler):

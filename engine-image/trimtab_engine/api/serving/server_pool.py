@@ -47,7 +47,8 @@ KILL_SECONDS = 0.5  # after the closing time, before a hanging server is killed
 
 class ServerPool:
     """N servers. An unexpected exit of one fails the engine, like a failure of the core. `core` is this process'
-    connection to the core, which receives the statistics."""
+    connection to the core, which receives the statistics.
+    """
 
     def __init__(
         self,
@@ -98,7 +99,8 @@ class ServerPool:
 
     async def settle(self) -> None:
         """Wait until every server has sent its observations and the statistics of all steps that it has seen are here,
-        for up to FLUSH_SECONDS."""
+        for up to FLUSH_SECONDS.
+        """
         self._last_flush += 1
         known = await asyncio.gather(*(server.flush(self._last_flush) for server in self._servers))
         newest = [max(steps) for steps in zip(*(steps for steps in known if steps), strict=True)]
@@ -194,7 +196,8 @@ class _Server:
 
     async def flush(self, flush_id: int) -> list[int]:
         """Return the newest step of each core that the server has seen, after it has sent all observations; an empty
-        list on timeout (FLUSH_SECONDS)."""
+        list on timeout (FLUSH_SECONDS).
+        """
         future = self._flushes[flush_id] = asyncio.get_running_loop().create_future()
         self.link.send(Flush(flush_id))
         try:

@@ -82,7 +82,8 @@ class LiveEngine:
 
     async def set(self, values: dict[str, float]) -> str | None:
         """Set the values. Return the reason if the engine rejects them, else None. Raises ChangedMeanwhile,
-        EngineDead."""
+        EngineDead.
+        """
         status, body = await _call(self.place, "PATCH", "/admin/v1/config", values, str(self.generation))
         if status == STALE:
             raise ConcurrentChange(self._change_message(body.get("generation")))
@@ -95,7 +96,8 @@ class LiveEngine:
 
     async def check_unchanged(self) -> None:
         """Raise ChangedMeanwhile if another client has changed the configuration, EngineDead if the engine has
-        ended."""
+        ended.
+        """
         status, config = await _call(self.place, "GET", "/admin/v1/config")
         if status != 200:
             raise EngineDead(f"{self.place.admin_url}/admin/v1/config: HTTP {status}: {_error_text(config)}")

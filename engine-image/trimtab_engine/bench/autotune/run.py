@@ -252,7 +252,8 @@ def _seconds_per_run(state: State) -> float:
 
 def _share_prefixes(arguments: argparse.Namespace, limits: Limits, block_size: int) -> None:
     """Set the shared prefix of random prompts to the required hit rate, in whole blocks, as vLLM's auto_tune script
-    does."""
+    does.
+    """
     if not limits.min_cache_hit or arguments.dataset_name != "random" or arguments.random_prefix_len:
         return
     length = arguments.input_len or arguments.random_input_len
@@ -269,7 +270,8 @@ def _settings(
     arguments: argparse.Namespace, limits: Limits, engine: LiveEngine, model: server.ServedModel
 ) -> dict[str, Any]:
     """Return all settings that affect a result, except the three tuned values. Runs with equal settings are
-    comparable."""
+    comparable.
+    """
     others = {f"live {name}": value for name, value in engine.desired.items() if name not in TUNED}
     load = {name: getattr(arguments, name) for name in LOAD_FIELDS}
     path: Path | None = arguments.dataset_path

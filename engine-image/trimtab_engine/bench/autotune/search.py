@@ -82,7 +82,8 @@ class Outcome(Enum):
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
     """Result of a candidate. `value` is requests per second within the limits; `excess` the worst figure divided by its
-    limit."""
+    limit.
+    """
 
     outcome: Outcome
     why: str
@@ -130,7 +131,8 @@ class Search:
 
     def find_utilization(self) -> Steps:
         """Find the largest utilization at which the largest candidate serves all requests; stays None if there is
-        none."""
+        none.
+        """
         low, high = self.space.utilization
         works, fails, tried = low - 1, high + 1, high
         while fails - works > 1:
@@ -162,7 +164,8 @@ class Search:
 
     def _climb(self, start: Candidate) -> Steps:
         """Climb: first fewer sequences with the largest budget, and smaller budgets with the most sequences, because
-        concurrency is bounded by one of both; then around the best while a neighbor improves it."""
+        concurrency is bounded by one of both; then around the best while a neighbor improves it.
+        """
         yield from self._line(start, NUM_SEQS)
         yield from self._line(start, BUDGET)
         for candidate in sorted(self.space.candidates()):  # no candidate meets the limits so far: try all
@@ -182,7 +185,8 @@ class Search:
 
     def _line(self, start: Candidate, way: tuple[int, int]) -> Steps:
         """Climb from `start` along a line to its best, in steps that halve. On a plateau the next candidate is tried as
-        well."""
+        well.
+        """
         at, step = start, max(1, (max(len(self.space.num_seqs), len(self.space.budgets)) - 1) // 2)
         while step:
             for distance in (step, -step):
@@ -224,7 +228,8 @@ class Search:
 
     def _is_as_good(self, one: Candidate, other: Candidate) -> bool:
         """Return True if both differ by less than a gain, or nearly meet the limits at a rate that the other one
-        holds."""
+        holds.
+        """
         verdict, known = self.verdicts[one], self.verdicts[other]
         if known.value == 0:
             return verdict.outcome is Outcome.MISSES and verdict.excess <= known.excess * (1 + MIN_GAIN)

@@ -70,7 +70,8 @@ def build_space(
     utilization: tuple[float, float],
 ) -> Space:
     """Return the space of the given lists, or of halvings of the caps. Raises ConfigError for values above the engine's
-    caps."""
+    caps.
+    """
     _check_cap("--num-seqs-list", num_seqs, num_seqs_cap, "max-num-seqs-cap")
     _check_cap("--num-batched-tokens-list", budgets, budget_cap, "max-num-batched-tokens-cap")
     low, high = (round(value * HUNDREDTHS) for value in utilization)

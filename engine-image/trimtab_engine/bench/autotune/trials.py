@@ -36,7 +36,8 @@ class Trials:
 
     async def make(self, engine: LiveEngine, trial: Trial) -> Run:
         """Set the values, send the load, measure. Rejected values and a failed engine are results too. Raises
-        Interrupted, ChangedMeanwhile."""
+        Interrupted, ChangedMeanwhile.
+        """
         started = time.monotonic()
         await engine.check_unchanged()  # an engine that is already gone did not fail because of these values
         try:
@@ -70,7 +71,8 @@ class Trials:
 
     def _arguments_of(self, trial: Trial) -> argparse.Namespace:
         """Return the arguments of a `bench serve`. Every trial has different prompts, so that none is cached from
-        another one."""
+        another one.
+        """
         count = self.arguments.num_prompts
         given = dict(vars(self.arguments))
         if trial.purpose is Purpose.SINGLE_REQUEST:

@@ -1,5 +1,6 @@
 """One streamed request, and the arrival time of each chunk. Optimized for low CPU use, so that the client does not
-affect the result: each chunk is decoded once, with only the needed fields."""
+affect the result: each chunk is decoded once, with only the needed fields.
+"""
 
 import asyncio
 import time

@@ -18,7 +18,8 @@ FORMATS = (".svg", ".png", ".pdf")
 
 def check_plot(path: Path, *, made_anyway: str | None = None) -> None:
     """Raise ConfigError before the measurement if the plot cannot be created. `made_anyway` is a folder that will be
-    created."""
+    created.
+    """
     if not path.parent.is_dir() and (made_anyway is None or path.parent != Path(made_anyway)):
         raise ConfigError(f"--plot {path}: no such folder {path.parent}; create it, or set another path")
     if path.suffix not in FORMATS:
@@ -29,7 +30,8 @@ def check_plot(path: Path, *, made_anyway: str | None = None) -> None:
 
 def plot(complete: Sequence[RequestResult], path: Path, *, title: str, objectives: dict[str, float]) -> None:
     """Plot two columns, TTFT and ITL; above over time, below as a cumulative distribution. Objectives are dotted
-    lines."""
+    lines.
+    """
     import matplotlib
 
     matplotlib.use(path.suffix.removeprefix(".") if path.suffix != ".png" else "agg")

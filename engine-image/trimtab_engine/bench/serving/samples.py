@@ -46,11 +46,13 @@ class RandomLengths:
 
 class Words:
     """Generator of random token IDs, from a tokenizer's vocabulary without special tokens, or from a range common to
-    all models."""
+    all models.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, seed: int, *, content_seed: int | None = None) -> None:
         """`content_seed` only affects the tokens: with another one, the same lengths in the same order have other
-        content. None means the same seed."""
+        content. None means the same seed.
+        """
         self.seed = seed
         self._content_seed = seed if content_seed is None else content_seed
         self._random = np.random.default_rng(seed)
@@ -101,7 +103,8 @@ def prefix_repetition_samples(
 
 def sharegpt_samples(path: Path, count: int, output_len: int | None, tokenizer: Tokenizer, seed: int) -> list[Sample]:
     """Return first questions of ShareGPT conversations; output lengths are those of the answers unless `output_len` is
-    set."""
+    set.
+    """
     conversations = [entry["conversations"] for entry in _json(path) if len(entry.get("conversations", ())) >= 2]
     np.random.default_rng(seed).shuffle(conversations)
     samples: list[Sample] = []

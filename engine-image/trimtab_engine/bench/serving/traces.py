@@ -76,7 +76,8 @@ def scale_to_fit(
     requests: Sequence[TraceRequest], *, max_model_len: int | None, scale: float | None
 ) -> tuple[float, list[TraceRequest]]:
     """Scale the lengths by one factor so that all fit the model, and return the factor. With a given `scale`, requests
-    that do not fit are truncated, the prompt first. The last token of the context stays free."""
+    that do not fit are truncated, the prompt first. The last token of the context stays free.
+    """
     if scale is None:
         longest = max((one.input_len + one.output_len for one in requests), default=0)
         scale = min(1.0, (max_model_len - 1) / longest) if max_model_len and longest else 1.0
@@ -153,7 +154,8 @@ def _mooncake(stream: io.TextIOBase) -> Iterator[TraceRequest]:
 
 def _servegen(stream: io.TextIOBase, lengths: Path | None, cut: Cut, seed: int) -> Iterator[TraceRequest]:
     """Draw the requests client by client, with gaps from the window's row; a fraction of them has a lower rate of the
-    same shape."""
+    same shape.
+    """
     if lengths is None:
         raise ConfigError("a ServeGen trace has no lengths; set --trace-lengths to its lengths file (JSON lines)")
     known = _Lengths(lengths)
@@ -171,7 +173,8 @@ def _servegen(stream: io.TextIOBase, lengths: Path | None, cut: Cut, seed: int) 
 
 def _arrivals(row: dict[str, str], fraction: float, random: np.random.Generator) -> Iterator[float]:
     """Return arrival seconds inside the window, of a stationary renewal process: the gap that contains the window's
-    start is drawn with its length as weight, and entered at a uniform point."""
+    start is drawn with its length as weight, and entered at a uniform point.
+    """
     shape, scale, is_gamma = float(row["arg1"]), float(row["arg2"]) / fraction, row["pattern"] == "Gamma"
     entered = random.gamma(shape + 1, scale) if is_gamma else scale * random.gamma(1 + 1 / shape) ** (1 / shape)
     moment = float(entered * random.random())

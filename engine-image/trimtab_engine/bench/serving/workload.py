@@ -24,7 +24,8 @@ def dataset_samples(
     arguments: argparse.Namespace, tokenizer: Tokenizer | None, max_model_len: int | None = None
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Return the samples of --dataset-name and its flags, and notes for the result. check_inputs has validated them.
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     seed, count = arguments.seed or 0, arguments.num_prompts
     words = Words(tokenizer, seed, content_seed=getattr(arguments, "content_seed", None))
     output_len = arguments.output_len

@@ -23,7 +23,8 @@ class Blocks(Protocol):
 
     def find_cached(self, sequence: Sequence) -> tuple[int, int]:
         """Return the number of leading blocks of a waiting sequence that are cached, and how many of them are
-        unused."""
+        unused.
+        """
 
     def share(self, sequence: Sequence, num_found: int) -> None:
         """Start the sequence's table with its cached blocks."""

@@ -146,7 +146,8 @@ class EngineModel:
 
     def in_flight(self, at: float) -> int:
         """Return the sequences that were added and not finished by `at`, which must not precede the newest step's
-        start."""
+        start.
+        """
         count = len(self._decoding) + (self._prefilling is not None) + self._waiting.count
         return count + self._num_just_finished if self.now > at else count
 
@@ -196,7 +197,8 @@ class EngineModel:
 
     def add_in_progress(self, sequence: Sequence, num_generated: int) -> None:
         """Add a sequence with this many output tokens, as observed in a running engine; it counts as preempted if no
-        slot or blocks are free. Call it before time passes. Raise ValueError as add() does."""
+        slot or blocks are free. Call it before time passes. Raise ValueError as add() does.
+        """
         self._number(sequence)
         sequence.num_generated = min(num_generated, sequence.num_output - 1)
         sequence.first_token_at = sequence.last_token_at = self.now
@@ -421,7 +423,8 @@ class EngineModel:
 
     def _make_room(self, running: list[Sequence], index: int, num_blocks: int, victims: set[Sequence]) -> bool:
         """Allocate blocks for the sequence at `index`, preempting later ones if needed. Return False if it is a victim
-        itself."""
+        itself.
+        """
         sequence, blocks = running[index], self._blocks
         while num_blocks > blocks.free:
             victim = self._choose_victim(running, index, victims)

@@ -35,7 +35,8 @@ class Gaps:
 
     def add_run(self, first: float, increase: float, steps: int, count_per_step: int) -> None:
         """Add `count_per_step` gaps for each of `steps` steps; the first takes `first` seconds and each later one
-        `increase` more."""
+        `increase` more.
+        """
         edges, counts = self._edges, self.counts
         self.total_seconds += count_per_step * (steps * first + increase * steps * (steps - 1) / 2)
         bucket = bisect_left(edges, first)

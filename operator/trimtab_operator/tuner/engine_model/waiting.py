@@ -39,7 +39,8 @@ class Allowance:
 
 class WaitingLines:
     """The queue. `count` is the number of sequences in both lines; `num_cached` returns the cached tokens of a
-    prompt."""
+    prompt.
+    """
 
     __slots__ = (
         "_allowance",

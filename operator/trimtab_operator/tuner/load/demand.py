@@ -66,7 +66,8 @@ class Demand:
 
     def rate_after_rise(self, seconds: float) -> float | None:
         """Return the rate of the second half of the last `seconds` if it is clearly higher than that of the first half;
-        otherwise the rate of both. The mean of a minute in which the load rose describes the past."""
+        otherwise the rate of both. The mean of a minute in which the load rose describes the past.
+        """
         rate = self.rate(seconds)
         late = self._last(seconds / 2, None)
         early = self.rate(seconds / 2, until=late[0].at - late[0].seconds) if late else None
@@ -97,7 +98,8 @@ class Demand:
 
     def trend(self) -> float:
         """Return the logarithm of the level of the last minute over that of the three before, within MOST_TREND; 0 if
-        unknown."""
+        unknown.
+        """
         if not self.points:
             return 0.0
         now = self.level(TREND_SECONDS)
@@ -108,7 +110,8 @@ class Demand:
 
     def has_doubled(self, within: float) -> bool:
         """Return True if the rate of the last minute is twice that at some time in the `within` seconds before, beyond
-        chance."""
+        chance.
+        """
         rate = self.rate(TREND_SECONDS)
         if not rate:
             return False

@@ -111,7 +111,8 @@ class Lengths:
 
     def with_shift_check(self, now: float) -> Lengths:
         """Return the lengths, with a new epoch if the mix has shifted; it starts with the recent cohort that differs
-        most."""
+        most.
+        """
         if now - max(self.epoch, self.checked_at) < SHIFT_PAUSE_SECONDS or not self.is_known:
             return self
         found = [(self._deviation(now - seconds, now), seconds) for seconds in RECENTS_SECONDS]
@@ -149,7 +150,8 @@ class Lengths:
 
     def sample(self, now: float) -> tuple[Pair, ...]:
         """Return the pairs to predict with: complete cohorts of this epoch if there are enough; otherwise younger ones
-        with many unfinished requests, filled up with older ones if still too few."""
+        with many unfinished requests, filled up with older ones if still too few.
+        """
         current: list[Pair] = []
         for lag in LAGS_SECONDS:
             current = self._complete_cohort(self.epoch, now - lag)
@@ -163,7 +165,8 @@ class Lengths:
 
     def _start_of_last(self, count: int, now: float) -> float:
         """Return the time since which `count` requests have arrived, finished or not. Finished ones alone would make
-        every new mix look shorter than it is."""
+        every new mix look shorter than it is.
+        """
         times = [pair.arrived_at for pair in self.pairs[-count:]]
         times += [predict_outputs.arrived_at for predict_outputs in (*self.lost[-count:], *self.unfinished)]
         came = sorted(at for at in times if at <= now)
@@ -192,7 +195,8 @@ class Lengths:
 
     def _complete_cohort(self, start: float, end: float) -> list[Pair]:
         """Return the requests that arrived from `start` to `end`; unfinished ones with an output length drawn from the
-        longer ones."""
+        longer ones.
+        """
         ended, censored = self._cohort(start, end)
         known = list(ended)
         if not censored or not known:
@@ -230,7 +234,8 @@ def _prompts(cohort: Cohort) -> list[float]:
 
 def _of_outputs(recent: Cohort, before: Cohort) -> float:
     """Return by how many standard errors the number of finished outputs differs from that expected with the earlier
-    lengths."""
+    lengths.
+    """
     survival = Survival.of([p.output for p in before[0]], [u.output_tokens for u in before[1]])
     ended, running = recent
     count = len(ended)
@@ -291,7 +296,8 @@ class Survival:
 
     def sample_longer_than(self, length: int, draw: float) -> int:
         """Return a length from those longer than `length`, at quantile `draw`. Beyond the longest finished output a
-        constant hazard is assumed."""
+        constant hazard is assumed.
+        """
         index = bisect_right(self.lengths, length)
         left = self.shares[index - 1] if index else 1.0
         wanted = left * (1.0 - draw)

@@ -109,7 +109,8 @@ class Season:
 
     def _is_of_both(self, number: int, point: Point) -> bool:
         """Return True if a point that mostly lies before the current bucket ends in it: samples have unequal lengths,
-        and no clock was set back."""
+        and no clock was set back.
+        """
         return self.number is not None and number < self.number <= point.at / self.bucket_seconds
 
     def rate_at(self, at: float) -> float | None:

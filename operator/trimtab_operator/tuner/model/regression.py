@@ -25,7 +25,8 @@ class Gaussian:
     @classmethod
     def prior(cls, mean: Sequence[float], *, own_sd: Sequence[float], common_sd: float) -> Gaussian:
         """Return the prior: each coefficient is uncertain by its `own_sd`, and all of them jointly by `common_sd` (a
-        wrong clock speed)."""
+        wrong clock speed).
+        """
         common = common_sd * common_sd
         covariance = tuple(
             tuple(common + (sd * sd if i == j else 0.0) for j in range(len(own_sd))) for i, sd in enumerate(own_sd)

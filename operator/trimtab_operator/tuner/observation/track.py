@@ -83,7 +83,8 @@ class Track:
 
     def _with_zero_start(self, snapshot: ReplicaSnapshot, now: float) -> Track:
         """Start the counters of a replica that was observed to start at zero, so that its first interval begins when it
-        served. The start of other replicas is unknown."""
+        served. The start of other replicas is unknown.
+        """
         sample = snapshot.sample
         if self.last is not None or self.start_seconds is None or sample is None or not 0 < snapshot.since < sample.at:
             return self
@@ -97,7 +98,8 @@ class Track:
 
     def _with_sample(self, sample: Sample, now: float) -> tuple[Track, bool]:
         """Add the interval since the last sample. A repeated sample changes nothing; falling counters and a clock set
-        back reset the intervals."""
+        back reset the intervals.
+        """
         last = self.last
         if last is None:
             return replace(self, last=sample, moved_at=now), False

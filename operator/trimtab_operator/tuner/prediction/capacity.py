@@ -162,7 +162,8 @@ class Predictor:
     def meets_objectives(self, candidate: Candidate, rate: float) -> bool:
         """Return True if the wanted share of requests is predicted to attain the objectives with the requests in
         flight. A positive result is reused for some steps while there is no more load, because nearly full caches would
-        otherwise be simulated at every step."""
+        otherwise be simulated at every step.
+        """
         tokens = sum(one.prompt + one.num_generated for one in self._all_found())
         known = self._kept.get(candidate)
         if known is not None and known.covers(tokens, rate):
@@ -204,7 +205,8 @@ class Predictor:
 
     def believed_capacity(self, candidate: Candidate) -> float:
         """Return the capacity, combined with the earlier belief if few lengths are known: of 300 requests three decide
-        the 99th percentile."""
+        the 99th percentile.
+        """
 
         def both(one: Candidate) -> float:
             return self._blend_with_prior(one, self._searched(one))
@@ -316,7 +318,8 @@ class Predictor:
 
     def _guess(self, candidate: Candidate) -> float:
         """Return the previous capacity; else that of another candidate; else an estimate from the work: prompts at the
-        prefill rate and each output token's share of a well-filled step."""
+        prefill rate and each output token's share of a well-filled step.
+        """
         known = self.guesses.get(candidate)
         if known:
             return known

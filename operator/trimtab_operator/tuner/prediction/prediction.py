@@ -105,7 +105,8 @@ class Prediction:
 
     def interval(self, value: float, uncertainty: float) -> tuple[float, float]:
         """Return the expected range of a predicted latency, about two thirds confidence: the errors of engine model and
-        step-time model."""
+        step-time model.
+        """
         error = math.hypot(MODEL_ERROR, uncertainty)
         return value * (1 - error), value * (1 + error)
 
@@ -156,7 +157,8 @@ def attains(
     candidate: Candidate, cost: StepCost, load: Load, rate: float, objectives: Objectives, level: float
 ) -> tuple[bool, int]:
     """Return whether predict() would find that `level` of the requests attain the objectives, and the number of
-    simulated requests. It stops as soon as too many violate them."""
+    simulated requests. It stops as soon as too many violate them.
+    """
     fleet = _Fleet(candidate, cost, objectives)
     count = len(load.pairs)
     first = _warm_up(count)

@@ -38,7 +38,8 @@ EVIDENCE = {
 
 def choose_token_budget(s: Situation) -> Move | None:
     """Change the budget if another one holds clearly more load within the objectives; under overload, if it serves more
-    of it."""
+    of it.
+    """
     found = s.ranges.get(Parameter.MAX_NUM_BATCHED_TOKENS)
     if found is None or s.predictor is None or not found.is_live:
         return None
@@ -130,7 +131,8 @@ def _holding_more(
 
 def _gain(s: Situation, is_raise: bool) -> float:
     """Return the capacity factor that a move in this direction needs: beyond the sampling error of the lengths, and
-    twice that to reverse."""
+    twice that to reverse.
+    """
     assert s.predictor is not None
     gain = max(GAIN, 1.0 + GAIN_DEVIATIONS * s.predictor.sampling_error)
     turns_back = _is_reversal(s, is_raise, within=REMEMBERED_SECONDS)
@@ -157,5 +159,6 @@ def _with_two_replicas(s: Situation) -> Candidate:
 
 def _with_budget(s: Situation, budget: int) -> Candidate:
     """Return the candidate with this budget and the starting replicas: a change for only the minutes until they serve
-    would be reverted."""
+    would be reverted.
+    """
     return replace(s.with_parameter(Parameter.MAX_NUM_BATCHED_TOKENS, budget), replicas=max(1, s.replicas + s.starting))

@@ -22,7 +22,8 @@ UNSURE_RATE = 0.1  # usual relative error of a predicted rate
 
 def clear_gain(s: Situation, before: Prediction, after: Prediction, *, times: float = 1.0) -> Expectation | None:
     """Return the deciding measure before and after, if it improves clearly (`times` the usual margin); None
-    otherwise."""
+    otherwise.
+    """
     if _tokens_decide(s, before, after):
         is_clear = after.tokens_per_second >= (1 + times * LEAST_GAIN) * before.tokens_per_second > 0
     else:

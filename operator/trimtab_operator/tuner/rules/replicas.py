@@ -140,7 +140,8 @@ def _needed_later(
     ahead: ForecastLoad | None, need: Need, capacity: Capacity | None, *, least: int, most: int
 ) -> int | None:
     """Return the count needed, by the forecast, until a replica removed now could serve again; None without a
-    forecast."""
+    forecast.
+    """
     if ahead is None or capacity is None:
         return None
     return compute_need(
@@ -218,7 +219,8 @@ def _at_most(capacity: float, error: float) -> float:
 
 def is_overfull(s: Situation) -> bool:
     """Return True if the KV caches are nearly full and the requests in flight are predicted to violate the objectives,
-    even with the starting replicas. Long answers show here before they change the capacity."""
+    even with the starting replicas. Long answers show here before they change the capacity.
+    """
     if s.predictor is None or s.rate <= 0 or peak_usage(s) < FULL:
         return False
     soon = replace(s.candidate, replicas=max(1, s.replicas + s.starting))
@@ -244,7 +246,8 @@ def _is_idle(state: TunerState, s: Situation) -> bool:
 
 def _waiting_seconds(s: Situation) -> float:
     """Return queued work in replica-seconds: prompts at the prefill rate, over trusted replicas. One request per
-    replica has just arrived and is not a queue."""
+    replica has just arrived and is not a queue.
+    """
     gauges = [seen.gauges for seen in s.observation.trusted if seen.gauges is not None]
     if sum(now.waiting for now in gauges) <= len(gauges):
         return 0.0

@@ -31,7 +31,8 @@ def restart_move(
 
 def _startup_out_of_memory(state: TunerState, observation: Observation, now: float) -> Move | None:
     """Recommend lower limits after an engine was OOM-killed before it ever served. Roll-backs of raised values are
-    excluded."""
+    excluded.
+    """
     victims = [seen for seen in observation.starting if seen.was_oom_killed]
     if not victims or any(now - at < RESTARTED_SECONDS for at in state.crashes):
         return None
@@ -40,7 +41,8 @@ def _startup_out_of_memory(state: TunerState, observation: Observation, now: flo
 
 def _saturated(state: TunerState, settings: Settings, s: Situation | None, now: float) -> Move | None:
     """Recommend more resources: objectives violated for long, no trial in progress, and replicas fixed or at their
-    bound."""
+    bound.
+    """
     since = state.violated_since
     if s is None or since is None or now - since < VIOLATED_SECONDS or state.trial is not None:
         return None

@@ -24,7 +24,8 @@ SOONER = 0.05  # predicted reduction of TTFT p95 that more slots must bring
 
 def lower_max_num_seqs(s: Situation) -> Move | None:
     """Lower the slots if the batch itself violates the ITL objective: decode steps are too slow without prefill, or the
-    batch does not fit into the KV cache and preempted requests stall."""
+    batch does not fit into the KV cache and preempted requests stall.
+    """
     found = s.ranges.get(Parameter.MAX_NUM_SEQS)
     decode = s.window.decode
     if s.objectives.itl is None or s.predictor is None or found is None or decode is None or decode.steps < 1:

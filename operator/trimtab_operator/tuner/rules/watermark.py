@@ -43,7 +43,8 @@ def raise_watermark(s: Situation) -> Move | None:
 
 def _is_learning(s: Situation) -> bool:
     """Return True if the effect on the given objectives will soon be predictable. Closed-loop clients refill the queue
-    that a watermark should drain."""
+    that a watermark should drain.
+    """
     has_requests = s.objectives.are_given and (s.state.lengths.pairs or s.state.lengths.unfinished)
     return s.predictor is None and bool(has_requests) and s.state.demand.seen_seconds(2 * LEARN_SECONDS) < LEARN_SECONDS
 

@@ -103,7 +103,8 @@ def _quoted(text: str) -> str:
 
 def parse_matrix(body: bytes | str) -> list[StoredSeries]:
     """Parse the result of a range selector or range query. Raise Unreadable, with Prometheus' error if it rejected the
-    query."""
+    query.
+    """
     result = _result(body, "matrix")
     if not isinstance(result, list) or len(result) > MAX_SERIES:
         raise Unreadable(f"the response is not a list of at most {MAX_SERIES:,} series")

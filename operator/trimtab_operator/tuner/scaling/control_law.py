@@ -183,7 +183,8 @@ def initial_load(initial_replicas: int, capacity: Callable[[int], float]) -> flo
 
 def replicas_for_queue(waiting_seconds: float, *, replicas: int, ttft_seconds: float | None, cold_start: float) -> int:
     """Return the replicas that empty the queue within a start-up; 0 while waiting takes less than QUEUE_SHARE of the
-    TTFT objective. `waiting_seconds` is queued work in replica-seconds."""
+    TTFT objective. `waiting_seconds` is queued work in replica-seconds.
+    """
     if ttft_seconds is None or waiting_seconds / max(1, replicas) <= QUEUE_SHARE * ttft_seconds:
         return 0
     return math.ceil(waiting_seconds / max(DRAIN_SECONDS, cold_start))
@@ -258,7 +259,8 @@ def decide_count(
 
 def _has_reversed_recently(state: ScalingState, now: float) -> bool:
     """Return True if a scale-out followed a scale-in so recently that another scale-in would reverse the count a second
-    time."""
+    time.
+    """
     return any(
         before.change < 0 < event.change and now - event.at < REVERSAL_COOLDOWN_SECONDS
         for before, event in itertools.pairwise(state.events)
@@ -274,7 +276,8 @@ def _recent_scale_in_from(state: ScalingState, now: float) -> int | None:
 
 def _regret_floor(state: ScalingState, now: float) -> int:
     """Return the count needed within the learned hold time, at most the regretted count; 0 without regret. It prevents
-    repeated attempts of a slightly too small count at any configured pace."""
+    repeated attempts of a slightly too small count at any configured pace.
+    """
     if state.regretted is None:
         return 0
     needs = (count for at, count in state.wanted if at >= now - state.hold_seconds)
@@ -288,7 +291,8 @@ def _lull(wanted: Sequence[tuple[float, int]], count: int, now: float) -> float:
 
 def _tuner_hold(state: ScalingState, hold: float, later: int | None, now: float) -> float:
     """Return the hold time; a short one if a forecast bounds the need and no bursts occur, which quarter-hour buckets
-    cannot show."""
+    cannot show.
+    """
     return hold if later is None or _has_recent_burst(state, now) else FORECAST_HOLD_SECONDS
 
 

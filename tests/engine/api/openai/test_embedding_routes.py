@@ -1,5 +1,6 @@
 """POST /v1/embeddings over HTTP, with the official client and raw requests, on a core with known vectors: length, first
-four tokens, a third; and a 9 if normalization was requested."""
+four tokens, a third; and a 9 if normalization was requested.
+"""
 
 import base64
 import struct

@@ -92,7 +92,8 @@ def make_engine(seed: int) -> SyntheticEngine:
 
 def limits_for(engine: SyntheticEngine, seed: int, metrics: list[str]) -> Limits:
     """Return limits between the latency of a single request and that of all at once: each of them is effective
-    somewhere."""
+    somewhere.
+    """
     draw, start = random.Random(seed), Setting(SPACE.largest(), UTILIZATION)
     alone, full = engine.answer(Trial(Purpose.SINGLE_REQUEST, start)).figures, load(engine, SPACE.largest()).figures
 

@@ -153,7 +153,8 @@ def num_answered(port: str) -> float:
 
 def test_ctrl_c_prints_partial_results(port: str, tiny_model: Path, tmp_path: Path) -> None:
     """Two requests arrive at once, a third after a minute, with one at a time: when the second is answered, the first
-    has been received."""
+    has been received.
+    """
     trace = tmp_path / "trace.csv"
     times = ("18:00:00.0", "18:00:00.0", "18:01:00.0")
     rows = "".join(f"2023-11-16 {time},20,6\n" for time in times)

@@ -1,5 +1,6 @@
 """The last CTA reads the results that all others have stored. The interpreter runs CTAs one by one, so the order of
-barriers, counter, stores and loads is checked in the compiled code."""
+barriers, counter, stores and loads is checked in the compiled code.
+"""
 
 import os
 import re

@@ -1,5 +1,6 @@
 """Machine code whose asynchronous matrix instructions may be wrong is rejected; the texts are cut from compiled
-kernels."""
+kernels.
+"""
 
 import pytest
 from kernel_benchmarks.aot.async_mma import UnsafeMma, check_mma, result_registers

@@ -1,5 +1,6 @@
 """NaN stays NaN in conversions to float8. The interpreter's clamp always keeps NaN, the device's only with the right
-instruction, so the compiled code is checked."""
+instruction, so the compiled code is checked.
+"""
 
 import os
 import subprocess

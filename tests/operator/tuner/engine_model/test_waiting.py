@@ -1,5 +1,6 @@
 """Queue order `deadline`: requests in time and late requests. tests/simulator/test_stepwise.py compares it with the
-engine."""
+engine.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def run_forecast(
     rate: Callable[[float], float], *, history: Callable[[float], float] | None, seconds: float = DAY, seed: int = 0
 ) -> tuple[Forecast, list[State]]:
     """Return the forecast and its states during a day of samples of a Poisson load at this rate, after a day of
-    `history`."""
+    `history`.
+    """
     rng = random.Random(seed)
     season = Season.of(DAY)
     for index in range(round(DAY / SAMPLE_SECONDS) if history is not None else 0):
@@ -88,7 +89,8 @@ def test_forecast_use_ends_when_the_day_is_flat() -> None:
 
 def test_night_without_requests_keeps_forecast_in_use() -> None:
     """No requests arrive for longer than errors are remembered; the first hour of the morning is when the forecast
-    matters."""
+    matters.
+    """
 
     def by_day(at: float) -> float:
         return 20.0 * max(0.0, -math.sin(2 * math.pi * at / DAY))
@@ -102,7 +104,8 @@ def test_night_without_requests_keeps_forecast_in_use() -> None:
 
 def test_forecast_recovers_from_clock_change() -> None:
     """After a clock change the load comes an hour earlier than the season: the error must not exceed that of a constant
-    load."""
+    load.
+    """
     forecast, states = run_forecast(lambda at: daily(at + DAY / 24), history=daily)
     assert states.count(State.IN_USE) > 0.5 * len(states)
     assert forecast.own_error is not None

@@ -80,7 +80,8 @@ def simulate_outputs(
 ) -> tuple[Lengths, float]:
     """Return the lengths and the time of the last detected shift (0.0 for none) for outputs at 40 tokens a second whose
     mean changes at given times, sampled every 15 s. `gone`: time, and share of requests in flight that are lost with
-    their replicas."""
+    their replicas.
+    """
     rng = random.Random(seed)
     lengths, told, at, shifted_at = Lengths(), 0.0, 0.0, 0.0
     came: list[tuple[float, int]] = []

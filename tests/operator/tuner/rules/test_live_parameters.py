@@ -1,5 +1,6 @@
 """Rules of live parameters: evidence, change, and return to the start value. Without lengths nothing is predicted
-here."""
+here.
+"""
 
 from typing import Any
 
@@ -30,7 +31,8 @@ def run_tuner(
     second: ReplicaSnapshot | None = None,
 ) -> tuple[list[Decision], TunerOutput]:
     """Sample one engine under a steady load every 15 s, and optionally a second one (`second`); it runs the PATCHed
-    values."""
+    values.
+    """
     settings = Settings(mode, bounds=bounds or {}, starts=PARAMETERS)
     state, values, generation = state or TunerState(starts=PARAMETERS), dict(PARAMETERS), 1
     values.update(state.applied)

@@ -90,7 +90,8 @@ def chosen(
     dip_seconds: float = 0.0,
 ) -> Chosen:
     """Return the chosen count for a rate at which one replica holds `each` requests a second and `asked` replicas are
-    requested; no requests arrived in the last `dip_seconds`."""
+    requested; no requests arrived in the last `dip_seconds`.
+    """
     points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate * (15.0 * i >= dip_seconds)) for i in range(20))
     state = TunerState(
         demand=Demand(points[::-1]),
@@ -137,7 +138,8 @@ def test_load_above_capacity_scales_out_at_once() -> None:
 
 def test_initial_replicas_imply_a_higher_load() -> None:
     """Four replicas of five requests a second each imply a load of 17.5; with its growth within a start-up, more than
-    they hold. The present load does not matter until it was observed for long."""
+    they hold. The present load does not matter until it was observed for long.
+    """
     four = seen(*(serving(f"m-{index}") for index in range(4)))
     found = chosen(four, requested=4, rate=3.0, began_at=None, growth=1.25)
     assert (found.replicas, found.state.initial_replicas) == (5, 4)
@@ -341,7 +343,8 @@ def test_recommendation_has_no_outcome() -> None:
 
 def make_forecast(*parts: tuple[float, int], since: float | None = 1.0) -> Forecast:
     """Return a forecast without errors, from rates and their numbers of quarter-hours. The time is 02:46, and the shape
-    is smoothed over an hour."""
+    is smoothed over an hour.
+    """
     rates = tuple(rate for rate, count in parts for _ in range(count))
     exact = Growth(cases=tuple(Case(NOW, 1.0, 0.0, 0.0) for _ in range(200)))
     return Forecast(Season(DAY_SECONDS, rates, (3,) * 96), exact, since, 0.05, 0.09)

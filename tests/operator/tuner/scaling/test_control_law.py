@@ -1,5 +1,6 @@
 """Control law: provisioning for the expected load, immediate scale-out, delayed scale-in, and longer hold times after a
-regret."""
+regret.
+"""
 
 import itertools
 import math
@@ -170,7 +171,8 @@ def run_counts(
     later: int | None = None,
 ) -> list[int]:
     """Return the requested counts, one sample every 15 s. `burst` is the sample at which the load has just doubled;
-    fewer than `fewest` replicas would not hold the load."""
+    fewer than `fewest` replicas would not hold the load.
+    """
     state, count, counts = ScalingState(), start, []
     for index, need in enumerate(needs):
         count, state = decide_count(

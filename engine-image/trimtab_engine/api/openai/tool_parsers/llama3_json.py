@@ -13,7 +13,8 @@ TAG = "<|python_tag|>"
 
 class ObjectEnds:
     """Detector of the ends of JSON objects in incremental text: counts brackets outside of strings, each character
-    once."""
+    once.
+    """
 
     def __init__(self) -> None:
         self._depth = 0

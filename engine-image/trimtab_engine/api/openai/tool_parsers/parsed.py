@@ -39,7 +39,8 @@ class ToolParser(Protocol):
 
 def read_call(text: str) -> tuple[str, str] | None:
     """Return name and arguments (as JSON text) of a call {"name": …, "arguments" or "parameters": {…}}, or None if it
-    is invalid."""
+    is invalid.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -22,7 +22,8 @@ JSON_WORDS = {"true": True, "false": False, "null": None}
 
 class PythonicParser:
     """Parser of Python calls. A call is emitted when its bracket closes. After the first call, other text is
-    dropped."""
+    dropped.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
