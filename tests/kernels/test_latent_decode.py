@@ -134,7 +134,7 @@ def test_separate_merge_is_used_for_several_ctas_per_sequence(num_seqs: int, cta
 
 
 @pytest.mark.parametrize("separate_merge", [False, True])
-def test_one_grid_serves_all_lengths(separate_merge: bool) -> None:
+def test_single_grid_serves_all_lengths(separate_merge: bool) -> None:
     """Replays as a captured graph does: only the lengths on the device change. Equal inputs give equal outputs."""
     generator = torch.Generator().manual_seed(8)
     cache = torch.randn(129, 16, 1, 32, generator=generator)

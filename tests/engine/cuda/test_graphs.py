@@ -114,7 +114,7 @@ def test_graphs_give_the_tokens_of_eager_steps(
     ],
     ids=["repetition", "presence", "bias", "words", "min tokens"],
 )
-def test_what_requests_ask_of_their_logits_gives_the_tokens_of_steps_that_wait(
+def test_logit_processing_gives_tokens_of_synchronous_steps(
     model: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
     requests = some_requests(40, **sampling)
@@ -142,7 +142,7 @@ def test_every_size_gives_the_tokens_of_eager_steps(model: Path) -> None:
         assert generate(engine, requests)[0] == generate(eager, requests)[0], f"{count} requests"
 
 
-def test_what_graphs_take_is_in_the_ledger(model: Path) -> None:
+def test_graph_memory_is_in_the_ledger(model: Path) -> None:
     engine = an_engine(model)
     ledger = engine.ledger()
     assert ledger.kinds["graphs"] > 0

@@ -113,7 +113,7 @@ def served_twice(engine: Engine, prompts: dict[str, VisionPrompt], expected: dic
     return run
 
 
-def test_what_the_largest_picture_takes_was_measured(reference: Any, tmp_path: Path) -> None:
+def test_largest_image_memory_equals_the_measurement(reference: Any, tmp_path: Path) -> None:
     """As a picture of 12.8 megapixels would be, in the patches of this tower: 16,384 tokens, without its scores."""
     limits = {"max_num_encoder_input_tokens": 16_384, "encoder_cache_size": 16_384}
     few = an_engine(reference, tmp_path, max_num_encoder_input_tokens=64, encoder_cache_size=16_384)

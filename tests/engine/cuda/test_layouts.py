@@ -104,7 +104,7 @@ def tokens_of(
         pytest.param(LATENT, TP2 | EP, id="latent tp2 ep"),
     ],
 )
-def test_ranks_yield_the_tokens_of_one_and_replay_graphs_where_collectives_can_be_captured(
+def test_ranks_equal_single_rank_and_replay_capturable_graphs(
     values: dict[str, Any], layout: dict[str, Any], tmp_path: Path
 ) -> None:
     expected = tokens_of(tmp_path / "m", values, enforce_eager=True)

@@ -50,7 +50,7 @@ def test_row_without_time_after_start_is_not_failed(tmp_path: Path, monkeypatch:
     assert not Report(phase.report.path, "1").fail_running("it ended"), "nothing is under way"
 
 
-def test_one_engine_measures_every_rate(tmp_path: Path) -> None:
+def test_single_engine_measures_every_rate(tmp_path: Path) -> None:
     with running_engine(
         TINY, device="cpu", max_num_seqs=8, device_memory_bytes=4 << 30, num_gpu_blocks_override=200
     ) as engine:

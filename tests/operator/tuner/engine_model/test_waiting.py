@@ -50,7 +50,7 @@ def test_without_overload_the_order_is_that_of_arrival() -> None:
     assert times[0] == times[1]
 
 
-def test_one_in_ten_admissions_is_the_oldest_late_request() -> None:
+def test_every_tenth_admission_is_the_oldest_late_request() -> None:
     sequences = serve(overload(60.0), TWO_SECONDS)
     by_start = sorted(sequences, key=lambda sequence: sequence.first_token_at or 0.0)
     late = [sequence.was_late for sequence in by_start]

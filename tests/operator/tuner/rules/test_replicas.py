@@ -213,7 +213,7 @@ def test_lost_replica_does_not_block_scale_in() -> None:
     assert chosen(seen(serving("m-0"), serving("m-1"), lost), requested=3, rate=7.0).replicas == 2
 
 
-def test_one_waiting_request_per_replica_is_not_a_queue() -> None:
+def test_single_waiting_request_per_replica_is_not_a_queue() -> None:
     def waiting(count: float) -> Observation:
         gauges = {"waiting": count, "waiting_tokens": 100_000.0 * count}
         return seen(serving("m-0", **gauges), serving("m-1", **gauges))
