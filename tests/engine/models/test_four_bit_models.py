@@ -376,8 +376,8 @@ def test_the_facts_count_what_is_stored(tmp_path: Path, recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        (Recipe("awq"), "weights: awq, 4 bits, multiplied as they are stored"),
-        (Recipe("gptq", is_ordered=True), "weights: gptq, 4 bits, multiplied as they are stored"),
+        (Recipe("awq"), "weights: awq, 4 bits, multiplied in their stored format"),
+        (Recipe("gptq", is_ordered=True), "weights: gptq, 4 bits, multiplied in their stored format"),
         (Recipe("gptq", group_size=16), "weights: gptq, 4 bits, restored to float32 while loading"),
     ],
     ids=["awq", "gptq", "groups of 16"],

@@ -411,7 +411,7 @@ def test_the_facts_count_what_is_stored(tmp_path: Path, name: str) -> None:
         (
             "FP8-dynamic",
             "float32",
-            "weights: compressed-tensors, float8 by channel, activations as they are, multiplied as they are stored",
+            "weights: compressed-tensors, float8 by channel, activations as they are, multiplied in their stored format",
         ),
         (
             "FP8-dynamic",
@@ -419,7 +419,7 @@ def test_the_facts_count_what_is_stored(tmp_path: Path, name: str) -> None:
             "weights: compressed-tensors, float8 by channel, activations as they are, restored to bfloat16",
         ),
         ("FP8-block", "float32", "weights: compressed-tensors, float8 by block, activations as they are, restored to"),
-        ("AutoFP8", "float32", "weights: fp8-tensor, float8 by tensor, activations as they are, multiplied as"),
+        ("AutoFP8", "float32", "weights: fp8-tensor, float8 by tensor, activations as they are, multiplied in"),
     ],
 )
 def test_an_engine_says_how_its_weights_are_held(
