@@ -109,11 +109,15 @@ def _slice(span: Span | None) -> slice:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The weight files: the index's, else the single one, else all."""
+    """The weight files: the single one, else the index's, else all. transformers uses the same order, because tools
+    that merge shards leave the index behind.
+    """
+    single = folder / SINGLE_FILE
+    if single.exists():
+        return [single]
     index = folder / INDEX_FILE
     if not index.exists():
-        single = folder / SINGLE_FILE
-        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        return sorted(folder.glob("*.safetensors"))
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{index}: has no weight_map")
