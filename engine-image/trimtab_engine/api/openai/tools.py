@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -149,13 +150,14 @@ def build_tool_use(
     if choice == "none":
         return ToolUse(tools)
     if choice == "auto":
+        names = frozenset(tool.function.name for tool in body.tools)
         if auto_parser is None:
             raise invalid(
                 '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set; use '
                 "tool_choice required, or one function by name",
                 "tool_choice",
             )
-        return ToolUse(tools, None, PARSERS[auto_parser], only_first)
+        return ToolUse(tools, None, partial(PARSERS[auto_parser], names), only_first)
     if is_constrained:
         raise invalid("tool_choice and another field constrain the output; remove one of them", "tool_choice")
     if isinstance(choice, ToolChoice):
