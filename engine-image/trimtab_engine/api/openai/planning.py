@@ -121,12 +121,8 @@ async def render_chat(
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
     """Return the conversation rendered with the model's chat template and the request's template fields."""
-    try:
-        written = [message.for_template() for message in messages]
-    except ValueError as error:
-        raise invalid(str(error), "messages") from error
     return await serving.renderer.render(
-        written,
+        [message.for_template() for message in messages],
         tools=tools,
         variables=fields.chat_template_kwargs,
         add_generation_prompt=fields.add_generation_prompt,

@@ -433,11 +433,7 @@ class ChatMessage(BaseModel):
         ]
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message for the template.
-
-        Raises:
-            ValueError: The arguments of a tool call are not JSON.
-        """
+        """Return the message for the template."""
         content = self._parts if self.has_media else self.text
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
