@@ -43,6 +43,8 @@ class Tokenizer:
         self.fast: FastTokenizer = loaded.backend_tokenizer
         self.chat_templates = _chat_templates(loaded, path)
         self.chat_templates.check_sizes()
+        added = self.fast.get_added_tokens_decoder().items()
+        self._special_ids = {token.content: token_id for token_id, token in added if token.special}
         self._compiled: dict[str, ChatTemplate] = {}
         is_byte_level = isinstance(self.fast.decoder, ByteLevel)
         self._token_texts = {skip: TokenTexts(self.fast, skip) for skip in (False, True)} if is_byte_level else {}
@@ -98,6 +100,13 @@ class Tokenizer:
         """Return one token's isolated text; bytes of an incomplete character become U+FFFD."""
         text: str = self.fast.decode([token_id], skip_special_tokens=False)
         return text
+
+    def special_stop_tokens(self, stop: Sequence[str], vocab_size: int) -> dict[int, str]:
+        """Return {token ID: stop string} of the stop strings that are exactly one special token. Text without special
+        tokens never contains them, so that only the token can stop the answer.
+        """
+        found = {self._special_ids[text]: text for text in stop if text in self._special_ids}
+        return {token_id: text for token_id, text in found.items() if token_id < vocab_size}
 
     def token_name(self, token_id: int) -> str:
         return self.fast.id_to_token(token_id) or ""

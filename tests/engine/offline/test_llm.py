@@ -91,6 +91,13 @@ def test_stop_string_ends_choice_and_frees_blocks(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
+def test_stop_string_that_is_a_special_token_ends_choice(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, stop=["<|pad|>", "x<|pad|>"], logit_bias={257: 100.0}, ignore_eos=True)
+    (completion,) = llm.generate("a", params, use_tqdm=False)[0].outputs
+    assert (completion.text, completion.token_ids) == ("", [257])
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "<|pad|>")
+
+
 def test_chat_renders_the_template(llm: LLM) -> None:
     (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
     assert output.prompt == "hi"

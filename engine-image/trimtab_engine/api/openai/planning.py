@@ -168,6 +168,7 @@ def build_plan(
     check_returned_ids(body, prompts)
     _check_reported(body, prompts, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     rooms = [_max_new_tokens(serving, body, prompt, max_tokens) for prompt in prompts]
+    special_stop = serving.tokenizer.special_stop_tokens(body.stop_strings, vocab_size)
     sampling = [
         body.sampling(
             max_tokens=room,
@@ -175,6 +176,7 @@ def build_plan(
             prompt_logprobs=prompt_logprobs,
             index=index,
             restrictions=restrictions,
+            special_stop=special_stop,
         )
         for room in rooms
         for index in range(body.n)
@@ -184,6 +186,7 @@ def build_plan(
         prompts=prompts,
         sampling=sampling,
         stop=body.stop_strings,
+        special_stop=special_stop,
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         arrival_time=arrival,

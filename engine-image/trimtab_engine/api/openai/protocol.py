@@ -205,8 +205,11 @@ class GenerationRequest(RestrictionFields, PromptFields):
         index: int,
         prompt_logprobs: int | None = None,
         restrictions: Restrictions = NO_RESTRICTIONS,
+        special_stop: Iterable[int] = (),
     ) -> Sampling:
-        """Return the sampling of a prompt's choice `index`; choices differ by their seeds."""
+        """Return the sampling of a prompt's choice `index`; choices differ by their seeds. `special_stop`: token IDs of
+        the stop strings that are special tokens.
+        """
         return Sampling(
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens),
@@ -219,7 +222,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logprobs=logprobs,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_token_ids=tuple(dict.fromkeys((*(self.stop_token_ids or ()), *special_stop))),
             ignore_eos=self.ignore_eos,
             prompt_logprobs=prompt_logprobs,
             logit_bias=self.logit_bias or None,
