@@ -110,7 +110,40 @@ def test_tools_use_the_tool_template_if_available() -> None:
     request_fields |= {"add_generation_prompt": True, "continue_final_message": False}
     assert rendering.answer({**request_fields, "tools": None}) == {"text": "plain"}
     assert rendering.answer({**request_fields, "tools": TOOLS}) == {"text": "1 tools"}
-    assert rendering.answer({"check": True}) == {"uses_tools": True}
+    assert rendering.answer({"check": True})["uses_tools"]
+
+
+EACH_PART = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+BOTH = "{% if message.content is string %}{{ message.content }}{% else %}" + EACH_PART + "{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "forms"),
+    [
+        ("{{ message.content }}", "text text text text"),
+        ("{{ message.role + message.content }}", "text text text text"),
+        ("{{ message.content | tojson }}", "text text text text"),
+        ("{% if message.content is string %}{{ message.content }}{% endif %}", "text text text text"),
+        (BOTH, "any any any any"),
+        (EACH_PART, "parts parts parts parts"),
+        ("{% if message.role == 'user' %}" + BOTH + "{% else %}{{ message.content }}{% endif %}", "text any text text"),
+        ("{% if message.role == 'tool' %}{{ raise_exception('no') }}{% endif %}" + BOTH, "any any any text"),
+    ],
+)
+def test_content_form_is_detected_per_role(template: str, forms: str) -> None:
+    text = "{% for message in messages %}" + template + "{% endfor %}"
+    answer = Rendering(ChatTemplates({"default": text}, {})).answer({"check": True})
+    assert answer["forms"] == dict(zip(("system", "user", "assistant", "tool"), forms.split(), strict=True))
+
+
+def test_content_forms_are_those_of_all_templates() -> None:
+    texts = [
+        "{% for message in messages %}" + template + "{% endfor %}" for template in (BOTH, "{{ message.content }}")
+    ]
+    answer = Rendering(ChatTemplates(dict(zip(("default", "tool_use"), texts, strict=True)), {})).answer(
+        {"check": True}
+    )
+    assert set(answer["forms"].values()) == {"text"}
 
 
 def test_tokenizer_has_the_models_templates(tokenizer_folder: Path) -> None:

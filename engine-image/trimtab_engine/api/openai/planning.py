@@ -122,7 +122,7 @@ async def render_chat(
 ) -> str:
     """Return the conversation rendered with the model's chat template and the request's template fields."""
     return await serving.renderer.render(
-        [message.for_template() for message in messages],
+        [message.for_template(serving.renderer.content_forms) for message in messages],
         tools=tools,
         variables=fields.chat_template_kwargs,
         add_generation_prompt=fields.add_generation_prompt,

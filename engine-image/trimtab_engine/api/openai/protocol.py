@@ -7,6 +7,7 @@ ignored. Only fields that by OpenAI's definition have no effect on the response 
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -19,6 +20,7 @@ from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionF
 from trimtab_engine.api.openai.tools import ToolCalls, ToolFields, ToolList
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.text.chat_template import ContentForm
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; larger bodies are rejected
 MAX_MEDIA_BODY_BYTES = 64 << 20  # one image of the largest size in base64, with a conversation
@@ -426,6 +428,12 @@ class ChatMessage(BaseModel):
                 found.append(Media(KINDS[part.type], part.url, where, part.uuid))
         return found
 
+    def _content(self, form: ContentForm) -> str | list[dict[str, str]]:
+        """Return the content for a template that renders this form. Images and videos need parts."""
+        if self.has_media or (form != "text" and isinstance(self.content, list)):
+            return self._parts
+        return [{"type": "text", "text": self.text}] if form == "parts" and self.content is not None else self.text
+
     @property
     def _parts(self) -> list[dict[str, str]]:
         """Return the parts for templates: a text, or a placeholder of another type."""
@@ -435,10 +443,10 @@ class ChatMessage(BaseModel):
             for part in self.content
         ]
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for the template."""
-        content = self._parts if self.has_media else self.text
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+    def for_template(self, forms: Mapping[str, ContentForm] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the message for a template. `forms` is the content that it renders, by role."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self._content(forms.get(role, "text"))}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.reasoning_text:
