@@ -1,5 +1,6 @@
 """Chat templates compared with transformers, and invalid or endless templates."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,39 @@ def test_content_forms_are_those_of_all_templates() -> None:
         {"check": True}
     )
     assert set(answer["forms"].values()) == {"text"}
+
+
+@pytest.mark.parametrize(
+    ("files", "tokenizer_template", "template"),
+    [
+        ([], None, "processor"),
+        ([], "tokenizer", "tokenizer"),
+        (["preprocessor_config.json"], "tokenizer", "processor"),
+        (["preprocessor_config.json"], None, "processor"),
+        (["processor_config.json", "chat_template.jinja"], "tokenizer", "jinja"),
+    ],
+)
+def test_template_of_the_processor_is_read(
+    files: list[str], tokenizer_template: str | None, template: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Vision checkpoints have their template in chat_template.json, and text checkpoints rarely."""
+    config = json.loads((tokenizer_folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": tokenizer_template
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    for name in files:
+        (tmp_path / name).write_text("jinja" if name.endswith(".jinja") else "{}")
+    assert Tokenizer(str(tmp_path)).chat_templates.by_name == {"default": template}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"chat_template": 1}'])
+def test_invalid_processor_template_is_reported(content: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.json").write_text(content)
+    with pytest.raises(ModelError, match=r"chat_template\.json: is not a JSON object with a chat_template"):
+        Tokenizer(str(tmp_path))
 
 
 def test_tokenizer_has_the_models_templates(tokenizer_folder: Path) -> None:
