@@ -15,6 +15,7 @@ from trimtab_modelspec.quantization import check_not_mxfp4
 
 MAX_LAYERS = 10_000  # of which a set is made; ten times the deepest model there is
 MAX_VISION_LAYERS = 1000
+MAX_POSITIONS = 1 << 31  # limits a product of two numbers in a configuration
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -65,7 +66,9 @@ class ConfigReader:
                 f"{where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}, "
                 f"and head_dim {head_size} even"
             )
-        max_len = self.positive("max_position_embeddings")
+        positions = self.positive("max_position_embeddings")
+        rope = self.rope(positions)
+        max_len = max(positions, self.extended_positions(rope))
         if self.config.get("use_sliding_window"):
             raise ModelError(
                 f"{where}: use_sliding_window is not supported for {architecture}; every layer sees all tokens"
@@ -81,7 +84,7 @@ class ConfigReader:
             vocab_size=self.positive("vocab_size"),
             max_model_len=max_len,
             rms_norm_eps=self.number("rms_norm_eps", default=1e-6),
-            rope=self.rope(max_len),
+            rope=rope,
             tie_word_embeddings=self.flag("tie_word_embeddings"),
             qkv_bias=qkv_bias,
             output_bias=output_bias,
@@ -119,6 +122,15 @@ class ConfigReader:
             divisors=tuple(float(divisor) for divisor in parameters.get("frequency_divisors") or ()),
             attention_factor=words.attention_factor(factor) if rope_type == "yarn" else 1.0,
         )
+
+    def extended_positions(self, rope: RopeConfig) -> int:
+        """Return the positions that YaRN reaches, 0 without it. Model cards add it to `rope_scaling` and leave
+        `max_position_embeddings` as it was.
+        """
+        scaling = dict(self.config.get("rope_scaling") or {}) | dict(self.config.get("rope_parameters") or {})
+        if rope.rope_type != "yarn" or not scaling.get("original_max_position_embeddings"):
+            return 0
+        return int(min(rope.original_max_position_embeddings * rope.factor, MAX_POSITIONS))
 
     def attention_factor(self, factor: float) -> float:
         """Return YaRN's attention factor (arXiv:2309.00071, section 3.4); by default 0.1 ln(factor) + 1, or a ratio of

@@ -1,4 +1,6 @@
-"""Model facts from file headers only (docs/reference/contract.md section 6). Needs no torch and reads no weight."""
+"""Model facts from file headers only (docs/reference/contract.md section 6). Needs no torch and reads no weight, except
+to compare a stored output layer with the embeddings to which config.json ties it.
+"""
 
 import math
 from collections.abc import Mapping

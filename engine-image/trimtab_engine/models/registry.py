@@ -31,6 +31,7 @@ from trimtab_engine.weights.language_model_weights import (
 )
 from trimtab_engine.weights.mxfp4 import Mxfp4Source
 from trimtab_engine.weights.open import open_source
+from trimtab_engine.weights.output_layer import use_stored_output_layer
 from trimtab_engine.weights.scaled import ScaledSource
 from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
 
@@ -141,12 +142,13 @@ def kv_groups_of(config: ModelConfig) -> tuple[KVGroup, ...]:
 def open_model(model: str, load_format: str = "auto", *, seed: int = 0) -> WeightSource:
     """Open a checkpoint and normalise its tensor names: a GGUF file uses the names of its family, a vision-language
     checkpoint shows its language model only, a checkpoint without an output layer looks like a whole model, and a
-    weight stored in several parts is one tensor.
+    weight stored in several parts is one tensor. A stored output layer has priority over tie_word_embeddings.
 
     Raises:
         ModelError: the checkpoint cannot be read.
     """
     source = open_source(model, load_format, seed=seed, gguf_names=GGUF_NAMES)
+    use_stored_output_layer(source)
     if whole_architecture(source.config) in BY_ARCHITECTURE and is_bare(source):
         source = bare_decoder(source)
     architecture = ConfigReader(source.config, {}, source.where).architecture or ""

@@ -243,12 +243,14 @@ class LLM:
             if count is not None and count > self._max_logprobs:
                 raise InvalidRequest(f"{name} is {count}; the maximum is max_logprobs={self._max_logprobs}")
         request_id, now = str(next(self._numbers)), time.monotonic()
-        sampling = params.sampling_per_choice(limit - len(ids), self.get_tokenizer())
+        tokenizer = self.get_tokenizer()
+        special_stop = tokenizer.special_stop_tokens(params.stop_strings, self.ready.vocab_size)
+        sampling = params.sampling_per_choice(limit - len(ids), tokenizer, special_stop)
         return PendingPrompt(
             request_id,
             text,
             ids,
-            [Choice(i, params, of.min_tokens, self.get_tokenizer(), now, ids) for i, of in enumerate(sampling)],
+            [Choice(i, params, of.min_tokens, tokenizer, now, ids, special_stop) for i, of in enumerate(sampling)],
             [
                 AddRequest(f"{request_id}-{i}", ids, of, now, spans=spans, adapter=adapter)
                 for i, of in enumerate(sampling)

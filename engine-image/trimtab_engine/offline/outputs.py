@@ -3,7 +3,7 @@
 `RequestOutput` is the complete result of one prompt; SequenceOutput is one step's output of one sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trimtab_engine.messages.requests import SequenceOutput
@@ -80,6 +80,8 @@ class Choice:
     tokenizer: Tokenizer
     arrival_time: float
     prompt_token_ids: Sequence[int] = ()
+    special_stop: Mapping[int, str] = field(default_factory=dict)
+    """Stop strings that are special tokens, by token ID."""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -119,7 +121,9 @@ class Choice:
             self.first_token_time = self.first_token_time or now
             self.last_token_time = now
         self._positions += output.logprobs or []
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_token_id
+        stop_token_id = output.stop_token_id
+        self.finish_reason = output.finish_reason
+        self.stop_reason = None if stop_token_id is None else self.special_stop.get(stop_token_id, stop_token_id)
         self.error = output.error if output.finish_reason == "error" else None
         if self._stream is None:
             self.token_ids += output.token_ids

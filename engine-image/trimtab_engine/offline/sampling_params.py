@@ -3,7 +3,7 @@
 Allowed values and unsupported features are defined in one place for both: api/openai/protocol.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -69,8 +69,10 @@ class SamplingParams:
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    def sampling_per_choice(self, room: int, tokenizer: Tokenizer) -> list[Sampling]:
-        """Return the sampling of each of the `n` choices; `room` is the maximum number of output tokens."""
+    def sampling_per_choice(self, room: int, tokenizer: Tokenizer, special_stop: Iterable[int] = ()) -> list[Sampling]:
+        """Return the sampling of each of the `n` choices; `room` is the maximum number of output tokens, and
+        `special_stop` has the token IDs of the stop strings that are special tokens.
+        """
         checked = self._validate()
         if self.min_tokens > room:
             raise InvalidRequest(f"min_tokens is {self.min_tokens}, but only {room} tokens can be generated")
@@ -82,6 +84,7 @@ class SamplingParams:
                 logprobs=self.logprobs,
                 index=index,
                 restrictions=restrictions,
+                special_stop=special_stop,
                 prompt_logprobs=self.prompt_logprobs if index == 0 else None,
             )
             for index in range(self.n)

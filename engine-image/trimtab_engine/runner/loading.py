@@ -46,6 +46,7 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.parallel.shard import ModelShard, shard_model
 from trimtab_engine.runner.adapters import AdapterSlots, reads_slots
 from trimtab_engine.runner.model_runner import DTYPES, KV_DTYPES, ONE_RANK, ModelFacts, ModelRunner, Progress, ReadModel
+from trimtab_engine.text.end_of_sequence import tokenizer_eos_id
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.four_bits import FourBitsSource
 from trimtab_engine.weights.mxfp4 import Mxfp4Source
@@ -143,7 +144,7 @@ def load_model_runner(
     facts = ModelFacts(
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=_eos_token_ids(config, model_config),
         num_attention_heads=shard.num_heads,
         head_size=model_config.head_size,
         kv_groups=kv_groups,
@@ -309,6 +310,13 @@ def log_restored_weights(load: Loader) -> None:
     if load.restored:
         dtype = str(load.dtype).removeprefix("torch.")
         logger.info("weights restored to %s while loading: %s", dtype, ", ".join(load.restored))
+
+
+def _eos_token_ids(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
+    """Return the end-of-sequence IDs of the configuration and, as vLLM does, of the tokenizer."""
+    own = tokenizer_eos_id(config.tokenizer or config.model)
+    known = (*model.eos_token_ids, *(() if own is None or own >= model.vocab_size else (own,)))
+    return tuple(dict.fromkeys(known))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -104,11 +104,13 @@ class ModelCache:
         folder = self.snapshot(commit)
         if gguf is not None:
             return all((folder / part).exists() for part in parts_of(gguf))
+        if (folder / SINGLE_FILE).exists():
+            return True
         try:
             names = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             ggufs = first_parts(file.name for file in folder.glob("*.gguf"))
-            return (folder / SINGLE_FILE).exists() or (len(ggufs) == 1 and self.looks_complete(commit, ggufs[0]))
+            return len(ggufs) == 1 and self.looks_complete(commit, ggufs[0])
         return all((folder / str(name)).exists() for name in set(names))
 
     def commit_of(self, model: RemoteModel) -> str | None:

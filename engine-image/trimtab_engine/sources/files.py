@@ -75,11 +75,11 @@ def weights(listing: Listing, index: str | None) -> tuple[RemoteFile, ...]:
     model = listing.model
     if model.file is not None:
         return _in_parts(listing, model.file)
-    if index is not None:
-        return tuple(_present(listing, name) for name in _indexed(model, index))
     single = listing.named(SINGLE_FILE)
     if single is not None:
-        return (single,)
+        return (single,)  # also next to an index, as the loader does
+    if index is not None:
+        return tuple(_present(listing, name) for name in _indexed(model, index))
     at_top = [file for file in listing.files if "/" not in file.name]
     safetensors = [file for file in at_top if file.name.endswith(".safetensors")]
     if safetensors:

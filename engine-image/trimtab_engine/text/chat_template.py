@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -27,6 +27,8 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"}
 END_OF_MESSAGE = "CONTINUE_FINAL_MESSAGE_TAG "
 """transformers' marker: the template treats it like the end of the last message."""
 CHECK_MESSAGES = ({"role": "user", "content": "Hello"},)
+CHECK_PARTS = ("Alpha", "Beta")
+"""Texts of the parts of a message that determines how a template takes content."""
 CHECK_TOOLS = (
     {
         "type": "function",
@@ -36,6 +38,9 @@ CHECK_TOOLS = (
 
 Message = Mapping[str, Any]
 Json = dict[str, Any]
+ContentForm = Literal["text", "any", "parts"]
+"""Content that a template renders for a role: text, text or a list of parts, or only a list of parts."""
+ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,39 @@ class ChatTemplate:
                 f"hold; shorten the messages"
             )
         return _cut_at_mark("".join(parts)) if continue_final_message else "".join(parts)
+
+    def content_forms(self) -> dict[str, ContentForm]:
+        """Return the content that the template renders, by role. Some templates take parts from users only."""
+        return {role: self._content_form(role) for role in ROLES}
+
+    def _content_form(self, role: str) -> ContentForm:
+        parts = [{"type": "text", "text": text} for text in CHECK_PARTS]
+        if not self._renders(role, parts):
+            return "text"
+        return "any" if self._renders(role, "".join(CHECK_PARTS)) else "parts"
+
+    def _renders(self, role: str, content: str | list[dict[str, str]]) -> bool:
+        """Return True if a message with this content shows all texts, and not the parts as Python or JSON objects."""
+        message: Json = {"role": role, "content": content}
+        user = message if role == "user" else {"role": "user", "content": "Hello"}
+        call = {"id": "call00001", "type": "function", "function": {"name": "now", "arguments": {}}}
+        conversation = {
+            "system": [message, user],
+            "user": [user],
+            "assistant": [user, message, user],
+            "tool": [
+                user,
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {**message, "tool_call_id": "call00001", "name": "now"},
+            ],
+        }[role]
+        try:
+            text = self.render(conversation, tools=CHECK_TOOLS if role == "tool" else None)
+        except InvalidRequest:
+            return False
+        return all(part in text for part in CHECK_PARTS) and not any(
+            key in text for key in ("'type': 'text'", '"type": "text"')
+        )
 
     def check(self, tools: Sequence[Json] | None = None) -> None:
         """Render one short conversation. Raises ModelError for a template error; a rejection through raise_exception is

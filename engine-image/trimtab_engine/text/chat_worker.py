@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.ipc.frames import serve_frames
-from trimtab_engine.text.chat_template import CHECK_TOOLS, ChatTemplate, ChatTemplates
+from trimtab_engine.text.chat_template import CHECK_TOOLS, ChatTemplate, ChatTemplates, ContentForm
 
 MAX_ADDRESS_BYTES = 1 << 30
 Json = dict[str, Any]
@@ -23,12 +23,12 @@ class Rendering:
         self._compiled: dict[str, ChatTemplate] = {}
 
     def answer(self, request: Json) -> Json:
-        """Answer one request: {"check": True} → {"uses_tools": …}; a conversation → {"text": …}; {"refused": reason}
-        for both.
+        """Answer one request: {"check": True} → {"uses_tools": …, "forms": …}; a conversation → {"text": …};
+        {"refused": reason} for both.
         """
         try:
             if request.get("check"):
-                return {"uses_tools": self._check()}
+                return {"uses_tools": self._check(), "forms": self._content_forms()}
             template = self._template(with_tools=request["tools"] is not None)
             text = template.render(
                 request["messages"],
@@ -51,6 +51,11 @@ class Rendering:
         elif for_tools is not plain:
             for_tools.check()
         return for_tools.uses_tools
+
+    def _content_forms(self) -> dict[str, ContentForm]:
+        """Return the content that all templates render, by role."""
+        plain, for_tools = (self._template(with_tools=with_tools).content_forms() for with_tools in (False, True))
+        return {role: form if form == for_tools[role] else "text" for role, form in plain.items()}
 
     def _template(self, *, with_tools: bool) -> ChatTemplate:
         text = self._templates.text(with_tools=with_tools)

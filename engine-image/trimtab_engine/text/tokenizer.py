@@ -16,6 +16,11 @@ from trimtab_engine.text.gguf_tokenizer import read_gguf_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.json"
+"""Chat template of a processor, as older releases of transformers save it."""
+NEW_TEMPLATE_FILE = "chat_template.jinja"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of checkpoints that take images, whose template is the processor's."""
 OTHER_FORMS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 """Tokenizer files of other libraries, in folders without tokenizer.json."""
 LATER_PART = re.compile(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$")
@@ -43,6 +48,8 @@ class Tokenizer:
         self.fast: FastTokenizer = loaded.backend_tokenizer
         self.chat_templates = _chat_templates(loaded, path)
         self.chat_templates.check_sizes()
+        added = self.fast.get_added_tokens_decoder().items()
+        self._special_ids = {token.content: token_id for token_id, token in added if token.special}
         self._compiled: dict[str, ChatTemplate] = {}
         is_byte_level = isinstance(self.fast.decoder, ByteLevel)
         self._token_texts = {skip: TokenTexts(self.fast, skip) for skip in (False, True)} if is_byte_level else {}
@@ -98,6 +105,13 @@ class Tokenizer:
         """Return one token's isolated text; bytes of an incomplete character become U+FFFD."""
         text: str = self.fast.decode([token_id], skip_special_tokens=False)
         return text
+
+    def special_stop_tokens(self, stop: Sequence[str], vocab_size: int) -> dict[int, str]:
+        """Return {token ID: stop string} of the stop strings that are exactly one special token. Text without special
+        tokens never contains them, so that only the token can stop the answer.
+        """
+        found = {self._special_ids[text]: text for text in stop if text in self._special_ids}
+        return {token_id: text for token_id, text in found.items() if token_id < vocab_size}
 
     def token_name(self, token_id: int) -> str:
         return self.fast.id_to_token(token_id) or ""
@@ -184,11 +198,34 @@ class Detokenizer:
 
 
 def _chat_templates(loaded: Any, path: str) -> ChatTemplates:
-    """Return the templates; transformers has one template as text, several as a dictionary by name."""
+    """Return the templates; transformers has one template as text, several as a dictionary by name. The processor's
+    template has priority, as in transformers' processors, unless chat_template.jinja has replaced it.
+    """
     given = loaded.chat_template
+    folder = Path(path)
+    has_processor = any((folder / name).exists() for name in PROCESSOR_FILES)
+    if not given or (has_processor and not (folder / NEW_TEMPLATE_FILE).exists()):
+        given = _processor_template(folder / TEMPLATE_FILE) or given
     by_name = {"default": given} if isinstance(given, str) else dict(given or {})
     special = {name: str(token) for name, token in loaded.special_tokens_map.items() if not isinstance(token, list)}
     return ChatTemplates({name: text for name, text in by_name.items() if text}, special, path)
+
+
+def _processor_template(file: Path) -> str | None:
+    """Return the template of chat_template.json, or None if there is no such file.
+
+    Raises:
+        ModelError: The file has no template.
+    """
+    if not file.is_file():
+        return None
+    try:
+        template = json.loads(file.read_bytes())["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        template = None
+    if not isinstance(template, str):
+        raise ModelError(f"{file}: is not a JSON object with a chat_template; fetch it again")
+    return template
 
 
 def _load(path: Path) -> Any:

@@ -15,6 +15,7 @@ from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, Span, re
 if TYPE_CHECKING:
     import torch
 
+COMPARED_BYTES = 1 << 20  # per read; tensors that differ usually do so in the first one
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 ITEM_BYTES |= {"F8_E4M3": 1}
@@ -76,6 +77,27 @@ class SafetensorsSource:
             raise ModelError(f"{file}: tensor {name} cannot be read: {error}") from None
         return tensor
 
+    def has_equal_bytes(self, first: str, second: str) -> bool:
+        """Return True if two tensors are stored with the same dtype, shape and values. Needs no torch."""
+        files = [self._file_of[name] for name in (first, second)]
+        starts, entries = [], []
+        for file, name in zip(files, (first, second), strict=True):
+            entry = read_header(file)[name]
+            entries.append(entry)
+            starts.append(_data_start(file) + entry["data_offsets"][0])
+        if any(entries[0][key] != entries[1][key] for key in ("dtype", "shape")):
+            return False
+        left = entries[0]["data_offsets"][1] - entries[0]["data_offsets"][0]
+        with files[0].open("rb") as one, files[1].open("rb") as other:
+            one.seek(starts[0])
+            other.seek(starts[1])
+            while left > 0:
+                size = min(left, COMPARED_BYTES)
+                if one.read(size) != other.read(size):
+                    return False
+                left -= size
+        return True
+
     def map_files(self) -> None:
         """All of them; torch counts a mapped file like memory that it allocates. From now on the disk reads ahead."""
         from safetensors import SafetensorError
@@ -109,11 +131,15 @@ def _slice(span: Span | None) -> slice:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The weight files: the index's, else the single one, else all."""
+    """The weight files: the single one, else the index's, else all. transformers uses the same order, because tools
+    that merge shards leave the index behind.
+    """
+    single = folder / SINGLE_FILE
+    if single.exists():
+        return [single]
     index = folder / INDEX_FILE
     if not index.exists():
-        single = folder / SINGLE_FILE
-        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        return sorted(folder.glob("*.safetensors"))
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{index}: has no weight_map")
@@ -148,6 +174,12 @@ def read_header(file: Path) -> dict[str, Any]:
     if size < needed:
         raise ModelError(f"{file}: is truncated: {size} bytes of {needed}; download the file again")
     return entries
+
+
+def _data_start(file: Path) -> int:
+    """Return the offset of the first tensor in a file whose header was read before."""
+    with file.open("rb") as stream:
+        return 8 + int(struct.unpack("<Q", stream.read(8))[0])
 
 
 def _check_entry(file: Path, name: str, entry: dict[str, Any]) -> int:

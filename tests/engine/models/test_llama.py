@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM as Reference
 from trimtab_engine.errors import ModelError
 from trimtab_engine.layers import linear
 from trimtab_engine.layers.linear import Linear
+from trimtab_engine.models.facts import model_facts
 from trimtab_kernels.launch import jit
 from trimtab_kernels.skinny_gemm import skinny_gemm_triton
 
@@ -83,6 +84,16 @@ def test_greedy_tokens_equal_transformers(variant: dict[str, Any], tmp_path: Pat
         parity = compare(references, greedy_generator(runner, block_size=8, chunk=chunk, batch=batch))
         assert parity.defects == []
         assert parity.near_ties <= 1
+
+
+def test_stored_output_layer_is_used_despite_tied_config(tmp_path: Path) -> None:
+    reference = a_checkpoint(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    runner = load_runner(str(tmp_path), block_size=8, num_blocks=64)
+    references = reference_tokens(reference, prompts(), NUM_TOKENS)
+    assert compare(references, greedy_generator(runner, block_size=8, chunk=None, batch=6)).defects == []
+    assert model_facts(str(tmp_path))["tie_word_embeddings"] is False
 
 
 def test_logits_equal_transformers_at_every_position(tmp_path: Path) -> None:

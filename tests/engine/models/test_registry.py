@@ -133,3 +133,20 @@ def test_numbers_that_are_none_are_told_by_file_key_and_value(key: str, value: A
 def test_a_rope_is_scaled_by_a_number_above_0(value: float) -> None:
     with pytest.raises(ModelError, match=r"^config\.json: factor is .* is needed$"):
         parse_model_config(CONFIG | {"rope_scaling": {"rope_type": "linear", "factor": value}}, {}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "max_model_len"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "yarn", "factor": 1e300, "original_max_position_embeddings": 1 << 40}, 1 << 31),
+        ({"rope_type": "yarn", "factor": 4.0}, 64),
+        ({"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 32}, 64),
+    ],
+)
+def test_yarn_added_to_a_config_extends_positions(scaling: dict[str, Any], max_model_len: int) -> None:
+    """Model cards add rope_scaling and leave max_position_embeddings as it was; vLLM serves original x factor."""
+    for key in ("rope_scaling", "rope_parameters"):
+        config = parse_model_config(CONFIG | {key: scaling}, {}, "config.json")
+        assert config.max_model_len == max_model_len

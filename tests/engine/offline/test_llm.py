@@ -1,5 +1,6 @@
 """The offline LLM class on a tiny random model, compatible with vLLM."""
 
+import json
 import re
 import signal
 import subprocess
@@ -89,6 +90,25 @@ def test_stop_string_ends_choice_and_frees_blocks(llm: LLM) -> None:
     (completion,) = llm.generate("a", params, use_tqdm=False)[0].outputs
     assert (completion.text, completion.stop_reason) == (text[: text.find(text[2:4])], text[2:4])
     assert not llm.engine.has_work
+
+
+def test_stop_string_that_is_a_special_token_ends_choice(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, stop=["<|pad|>", "x<|pad|>"], logit_bias={257: 100.0}, ignore_eos=True)
+    (completion,) = llm.generate("a", params, use_tqdm=False)[0].outputs
+    assert (completion.text, completion.token_ids) == ("", [257])
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "<|pad|>")
+
+
+def test_end_token_of_the_tokenizer_ends_choice(tiny_model: Path, tmp_path: Path) -> None:
+    """config.json names another token; vLLM also stops at the tokenizer's."""
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 5}))
+    params = SamplingParams(max_tokens=4, logit_bias={256: 100.0})
+    with LLM(str(tmp_path), **TINY) as llm:
+        (completion,) = llm.generate("a", params, use_tqdm=False)[0].outputs
+    assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == ([256], "stop", None)
 
 
 def test_chat_renders_the_template(llm: LLM) -> None:

@@ -40,6 +40,11 @@ def test_the_index_says_which_weights_there_are() -> None:
     assert named(weights(listing, index)) == ["model-1.safetensors", "model-2.safetensors"]
 
 
+def test_single_file_has_priority_over_the_index() -> None:
+    index = json.dumps({"weight_map": {"a": "model-2.safetensors"}})
+    assert named(weights(a_listing("model.safetensors", INDEX), index)) == ["model.safetensors"]
+
+
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}'])
 def test_an_index_that_says_nothing_is_refused(index: str) -> None:
     with pytest.raises(ModelError, match="another revision"):

@@ -1,5 +1,6 @@
 """Chat templates compared with transformers, and invalid or endless templates."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,73 @@ def test_tools_use_the_tool_template_if_available() -> None:
     request_fields |= {"add_generation_prompt": True, "continue_final_message": False}
     assert rendering.answer({**request_fields, "tools": None}) == {"text": "plain"}
     assert rendering.answer({**request_fields, "tools": TOOLS}) == {"text": "1 tools"}
-    assert rendering.answer({"check": True}) == {"uses_tools": True}
+    assert rendering.answer({"check": True})["uses_tools"]
+
+
+EACH_PART = "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+BOTH = "{% if message.content is string %}{{ message.content }}{% else %}" + EACH_PART + "{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "forms"),
+    [
+        ("{{ message.content }}", "text text text text"),
+        ("{{ message.role + message.content }}", "text text text text"),
+        ("{{ message.content | tojson }}", "text text text text"),
+        ("{% if message.content is string %}{{ message.content }}{% endif %}", "text text text text"),
+        (BOTH, "any any any any"),
+        (EACH_PART, "parts parts parts parts"),
+        ("{% if message.role == 'user' %}" + BOTH + "{% else %}{{ message.content }}{% endif %}", "text any text text"),
+        ("{% if message.role == 'tool' %}{{ raise_exception('no') }}{% endif %}" + BOTH, "any any any text"),
+    ],
+)
+def test_content_form_is_detected_per_role(template: str, forms: str) -> None:
+    text = "{% for message in messages %}" + template + "{% endfor %}"
+    answer = Rendering(ChatTemplates({"default": text}, {})).answer({"check": True})
+    assert answer["forms"] == dict(zip(("system", "user", "assistant", "tool"), forms.split(), strict=True))
+
+
+def test_content_forms_are_those_of_all_templates() -> None:
+    texts = [
+        "{% for message in messages %}" + template + "{% endfor %}" for template in (BOTH, "{{ message.content }}")
+    ]
+    answer = Rendering(ChatTemplates(dict(zip(("default", "tool_use"), texts, strict=True)), {})).answer(
+        {"check": True}
+    )
+    assert set(answer["forms"].values()) == {"text"}
+
+
+@pytest.mark.parametrize(
+    ("files", "tokenizer_template", "template"),
+    [
+        ([], None, "processor"),
+        ([], "tokenizer", "tokenizer"),
+        (["preprocessor_config.json"], "tokenizer", "processor"),
+        (["preprocessor_config.json"], None, "processor"),
+        (["processor_config.json", "chat_template.jinja"], "tokenizer", "jinja"),
+    ],
+)
+def test_template_of_the_processor_is_read(
+    files: list[str], tokenizer_template: str | None, template: str, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Vision checkpoints have their template in chat_template.json, and text checkpoints rarely."""
+    config = json.loads((tokenizer_folder / "tokenizer_config.json").read_text()) | {
+        "chat_template": tokenizer_template
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    for name in files:
+        (tmp_path / name).write_text("jinja" if name.endswith(".jinja") else "{}")
+    assert Tokenizer(str(tmp_path)).chat_templates.by_name == {"default": template}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"chat_template": 1}'])
+def test_invalid_processor_template_is_reported(content: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.json").write_text(content)
+    with pytest.raises(ModelError, match=r"chat_template\.json: is not a JSON object with a chat_template"):
+        Tokenizer(str(tmp_path))
 
 
 def test_tokenizer_has_the_models_templates(tokenizer_folder: Path) -> None:

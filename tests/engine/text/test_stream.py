@@ -55,6 +55,12 @@ def test_special_stop_token_has_no_text_unless_shown(tokenizer: Tokenizer) -> No
         assert stream.take([97, END_TOKEN], "stop").text == text
 
 
+def test_special_stop_tokens_are_whole_special_tokens(tokenizer: Tokenizer) -> None:
+    stop = ["<|pad|>", "a", "<|pad|>\n", "<|end|>"]
+    assert tokenizer.special_stop_tokens(stop, 258) == {257: "<|pad|>", END_TOKEN: "<|end|>"}
+    assert tokenizer.special_stop_tokens(stop, 257) == {END_TOKEN: "<|end|>"}
+
+
 def test_end_without_tokens_returns_held_back_text(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, skip_special_tokens=True, stop=["abc"])
     assert stream.take([97, 98], None).text == ""

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.weights.safetensors_files import SafetensorsSource
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -58,6 +59,45 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
     assert set(open_model(str(tmp_path)).shapes()) == {"a", "b"}
     index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
     assert "which is not in" in refusal(tmp_path)
+
+
+def test_single_file_has_priority_over_stale_index(tmp_path: Path) -> None:
+    """Tools that merge shards leave the index behind; transformers loads the single file."""
+    a_folder(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"b": "model-00001-of-00002.safetensors"}}))
+    assert set(open_model(str(tmp_path)).shapes()) == {"a"}
+
+
+def tied_config(tmp_path: Path, output_layer: torch.Tensor, **changes: Any) -> bool:
+    """Return tie_word_embeddings of an opened checkpoint that stores an output layer."""
+    embeddings = torch.arange(6.0).view(3, 2)
+    tensors = {"model.embed_tokens.weight": embeddings, "lm_head.weight": output_layer, "a": torch.ones(1)}
+    source = open_model(str(a_folder(tmp_path, tensors, **{"tie_word_embeddings": True, **changes})))
+    return parse_model_config(source.config, {}, source.where).tie_word_embeddings
+
+
+def test_stored_output_layer_unties_embeddings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = torch.arange(6.0).view(3, 2)
+    assert tied_config(tmp_path, other.clone())
+    assert not caplog.records
+    other[2, 1] = 7.0
+    assert not tied_config(tmp_path, other)
+    (record,) = caplog.records
+    assert "the stored lm_head.weight differs from model.embed_tokens.weight" in record.getMessage()
+    assert not tied_config(tmp_path, torch.ones(3, 2, dtype=torch.bfloat16))
+    caplog.clear()
+    assert not tied_config(tmp_path, other, tie_word_embeddings=None)
+    assert not caplog.records
+
+
+def test_output_layer_is_compared_beyond_the_first_read(tmp_path: Path) -> None:
+    large = torch.zeros(600_000)
+    changed = large.clone()
+    changed[-1] = 1.0
+    source = SafetensorsSource(a_folder(tmp_path, {"a": large, "b": large.clone(), "c": changed}))
+    assert source.has_equal_bytes("a", "b")
+    assert not source.has_equal_bytes("a", "c")
 
 
 def test_missing_checkpoint_is_reported(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trimtab_engine.ipc.bounded_worker import (
     WorkersBusy,
     WorkerTimeout,
 )
-from trimtab_engine.text.chat_template import ChatTemplates
+from trimtab_engine.text.chat_template import ChatTemplates, ContentForm
 from trimtab_engine.text.tokenizer import well_formed
 
 LIMITS = WorkerLimits(seconds=2.0, max_workers=4, max_waiting=4096)
@@ -29,12 +29,14 @@ Json = dict[str, Any]
 
 
 class ChatRenderer:
-    """Renderer of a model's chat templates with a time limit. `uses_tools` is set by check()."""
+    """Renderer of a model's chat templates with a time limit. `uses_tools` and `content_forms` are set by check()."""
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._pool = WorkerPool(MODULE, asdict(templates), LIMITS) if templates.text(with_tools=False) else None
         self._name = templates.name(with_tools=False)
         self.uses_tools = False
+        self.content_forms: dict[str, ContentForm] = {}
+        """Content that the templates render, by role; text if a role is missing."""
 
     async def check(self) -> None:
         """Render once at startup.
@@ -56,6 +58,7 @@ class ChatRenderer:
         if "uses_tools" not in answer:
             raise ModelError(f"{_reason(answer)}; use another one with --chat-template")
         self.uses_tools = answer["uses_tools"]
+        self.content_forms = answer["forms"]
 
     async def render(
         self,

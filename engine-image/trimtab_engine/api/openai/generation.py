@@ -36,6 +36,8 @@ class GenerationPlan:
     include_stop: bool
     skip_special_tokens: bool
     arrival_time: float
+    special_stop: Mapping[int, str] = field(default_factory=dict)
+    """Stop strings that are special tokens, by token ID; the sampling contains them as stop tokens."""
     cache_salt: str = ""
     adapter: str = ""
     """Adapter name, or empty for the base model."""
@@ -196,6 +198,8 @@ class Generator:
                         if piece.finish_reason == "error":
                             finish_reason = "error"
                             raise error_of(output)
+                        if isinstance(piece.stop_reason, int):
+                            piece.stop_reason = plan.special_stop.get(piece.stop_reason, piece.stop_reason)
                     for part in (piece,) if plan.stream_interval == 1 else piece.split():
                         finish_reason = part.finish_reason
                         if held is None:

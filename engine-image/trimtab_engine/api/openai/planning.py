@@ -121,12 +121,8 @@ async def render_chat(
     tools: Sequence[dict[str, Any]] | None = None,
 ) -> str:
     """Return the conversation rendered with the model's chat template and the request's template fields."""
-    try:
-        written = [message.for_template() for message in messages]
-    except ValueError as error:
-        raise invalid(str(error), "messages") from error
     return await serving.renderer.render(
-        written,
+        [message.for_template(serving.renderer.content_forms) for message in messages],
         tools=tools,
         variables=fields.chat_template_kwargs,
         add_generation_prompt=fields.add_generation_prompt,
@@ -172,6 +168,7 @@ def build_plan(
     check_returned_ids(body, prompts)
     _check_reported(body, prompts, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
     rooms = [_max_new_tokens(serving, body, prompt, max_tokens) for prompt in prompts]
+    special_stop = serving.tokenizer.special_stop_tokens(body.stop_strings, vocab_size)
     sampling = [
         body.sampling(
             max_tokens=room,
@@ -179,6 +176,7 @@ def build_plan(
             prompt_logprobs=prompt_logprobs,
             index=index,
             restrictions=restrictions,
+            special_stop=special_stop,
         )
         for room in rooms
         for index in range(body.n)
@@ -188,6 +186,7 @@ def build_plan(
         prompts=prompts,
         sampling=sampling,
         stop=body.stop_strings,
+        special_stop=special_stop,
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         arrival_time=arrival,

@@ -7,6 +7,7 @@ ignored. Only fields that by OpenAI's definition have no effect on the response 
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -19,6 +20,7 @@ from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionF
 from trimtab_engine.api.openai.tools import ToolCalls, ToolFields, ToolList
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.text.chat_template import ContentForm
 
 MAX_BODY_BYTES = 8 << 20  # a prompt of a million tokens fits; larger bodies are rejected
 MAX_MEDIA_BODY_BYTES = 64 << 20  # one image of the largest size in base64, with a conversation
@@ -205,8 +207,11 @@ class GenerationRequest(RestrictionFields, PromptFields):
         index: int,
         prompt_logprobs: int | None = None,
         restrictions: Restrictions = NO_RESTRICTIONS,
+        special_stop: Iterable[int] = (),
     ) -> Sampling:
-        """Return the sampling of a prompt's choice `index`; choices differ by their seeds."""
+        """Return the sampling of a prompt's choice `index`; choices differ by their seeds. `special_stop`: token IDs of
+        the stop strings that are special tokens.
+        """
         return Sampling(
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens),
@@ -219,7 +224,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logprobs=logprobs,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
+            stop_token_ids=tuple(dict.fromkeys((*(self.stop_token_ids or ()), *special_stop))),
             ignore_eos=self.ignore_eos,
             prompt_logprobs=prompt_logprobs,
             logit_bias=self.logit_bias or None,
@@ -423,6 +428,12 @@ class ChatMessage(BaseModel):
                 found.append(Media(KINDS[part.type], part.url, where, part.uuid))
         return found
 
+    def _content(self, form: ContentForm) -> str | list[dict[str, str]]:
+        """Return the content for a template that renders this form. Images and videos need parts."""
+        if self.has_media or (form != "text" and isinstance(self.content, list)):
+            return self._parts
+        return [{"type": "text", "text": self.text}] if form == "parts" and self.content is not None else self.text
+
     @property
     def _parts(self) -> list[dict[str, str]]:
         """Return the parts for templates: a text, or a placeholder of another type."""
@@ -432,14 +443,10 @@ class ChatMessage(BaseModel):
             for part in self.content
         ]
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message for the template.
-
-        Raises:
-            ValueError: The arguments of a tool call are not JSON.
-        """
-        content = self._parts if self.has_media else self.text
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+    def for_template(self, forms: Mapping[str, ContentForm] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the message for a template. `forms` is the content that it renders, by role."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self._content(forms.get(role, "text"))}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.reasoning_text:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,6 +16,8 @@ from trimtab_engine.api.openai.tool_parsers.enforced import NamedParser, Require
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_TOOL_CALLS = 128  # in one message returned by a client
 MAX_ID_CHARACTERS = 512
+RAW_ARGUMENTS = "raw_arguments"
+"""Name under which templates see the arguments of an earlier call that are not a JSON object."""
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")]
 
 
@@ -60,15 +63,18 @@ class ToolCall(_StrictModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call with its arguments as an object, which templates expect.
-
-        Raises:
-            ValueError: The arguments are not a JSON object.
+        """Return the call with its arguments as an object, which templates expect. Other text, such as arguments that
+        max_tokens truncated, is one argument: later turns must not fail because of it.
         """
+        text = self.function.arguments
         try:
-            arguments = json.loads(self.function.arguments or "{}")
+            arguments = json.loads(text) if text.strip() else None
         except (ValueError, RecursionError):
-            raise ValueError(f"the arguments of tool call {self.function.name!r} are not JSON") from None
+            arguments = text
+        if arguments is None:
+            arguments = {}
+        elif not isinstance(arguments, dict):
+            arguments = {RAW_ARGUMENTS: text}
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -149,13 +155,14 @@ def build_tool_use(
     if choice == "none":
         return ToolUse(tools)
     if choice == "auto":
+        names = frozenset(tool.function.name for tool in body.tools)
         if auto_parser is None:
             raise invalid(
                 '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set; use '
                 "tool_choice required, or one function by name",
                 "tool_choice",
             )
-        return ToolUse(tools, None, PARSERS[auto_parser], only_first)
+        return ToolUse(tools, None, partial(PARSERS[auto_parser], names), only_first)
     if is_constrained:
         raise invalid("tool_choice and another field constrain the output; remove one of them", "tool_choice")
     if isinstance(choice, ToolChoice):

@@ -346,6 +346,9 @@ def _max_len(config: Any) -> int:
     for rope in _ropes(config):
         if rope.get("rope_type", rope.get("type")) in LENGTHWISE_ROPES:
             longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+        if rope.get("rope_type", rope.get("type")) == "yarn":  # model cards leave max_position_embeddings as it was
+            original, factor = rope.get("original_max_position_embeddings") or 0, rope.get("factor") or 1.0
+            longest = max(longest, int(original * factor))
     return longest
 
 

@@ -9,11 +9,13 @@ from pydantic import BaseModel, ValidationError
 from trimtab_engine.api.openai.protocol import (
     FIELDS_WITHOUT_EFFECT,
     UNSUPPORTED,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     TokenizeRequest,
 )
 from trimtab_engine.api.openai.unsupported_routes import UNSUPPORTED as UNSUPPORTED_ROUTES
+from trimtab_engine.text.chat_template import ContentForm
 
 API = Path(__file__).parents[4] / "docs" / "reference" / "api.md"
 MANY = 200_000  # a report on each of them took 10 s and 800 MB
@@ -102,3 +104,23 @@ def test_every_vllm_field_is_supported_or_rejected_by_name(model: type[BaseModel
     for name in DEFAULTS[model].keys() - model.model_fields.keys() - {*FIELDS_WITHOUT_EFFECT}:
         with pytest.raises(ValidationError, match=rf"{name} is (not supported yet|supported only as)"):
             model.model_validate(DEFAULTS[model] | {name: "anything else"})
+
+
+@pytest.mark.parametrize(
+    ("content", "form", "expected"),
+    [
+        (["A ", "B"], "text", "A \nB"),
+        (["A ", "B"], "any", ["A ", "B"]),
+        (["A ", "B"], "parts", ["A ", "B"]),
+        ("A", "text", "A"),
+        ("A", "any", "A"),
+        ("A", "parts", ["A"]),
+    ],
+)
+def test_content_parts_reach_templates_that_render_them(content: Any, form: ContentForm, expected: Any) -> None:
+    def parts(texts: Any) -> Any:
+        return texts if isinstance(texts, str) else [{"type": "text", "text": text} for text in texts]
+
+    for role, shown in (("user", "user"), ("tool", "tool"), ("developer", "system")):
+        message = ChatMessage.model_validate({"role": role, "content": parts(content)})
+        assert message.for_template({shown: form}) == {"role": shown, "content": parts(expected)}

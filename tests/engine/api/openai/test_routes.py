@@ -112,6 +112,16 @@ def test_stop_cuts_text_streamed_and_complete(server: Any, fields: dict[str, Any
     assert choices[-1]["finish_reason"] == ("length" if len(text) == 12 else "stop")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_that_is_a_special_token_stops(server: Any, stream: bool) -> None:
+    """Text without special tokens never contains it, so that it becomes a stop token."""
+    body = {"prompt": [97, 98, 257], "max_tokens": 12, "stop": ["zz", "<|pad|>"], "stream": stream}
+    response = server.http.post("/v1/completions", json=body)
+    choices = [item["choices"][0] for item in (events(response.text) if stream else [response.json()])]
+    assert "".join(choice["text"] for choice in choices) == "ab"
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "<|pad|>")
+
+
 def test_stop_string_frees_sequence_in_core(server: Any) -> None:
     before = server.core_state()["aborted"]
     server.http.post("/v1/completions", json={"prompt": "!slowabc", "max_tokens": 100, "stop": "c"})

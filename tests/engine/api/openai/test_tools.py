@@ -146,10 +146,20 @@ def test_invalid_tool_message_is_rejected(message: dict[str, Any], reason: str) 
         ChatMessage.model_validate(message)
 
 
-def test_non_json_arguments_are_rejected_by_template_conversion() -> None:
-    call = {"function": {"name": "f", "arguments": "{broken"}}
-    with pytest.raises(ValueError, match="not JSON"):
-        ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]}).for_template()
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"on": true}', {"on": True}),
+        ('{"on": tr', {"raw_arguments": '{"on": tr'}),  # truncated by max_tokens
+        ("[1]", {"raw_arguments": "[1]"}),
+        ("", {}),
+        ("null", {}),
+    ],
+)
+def test_arguments_of_earlier_calls_are_objects(text: str, arguments: dict[str, Any]) -> None:
+    call = {"function": {"name": "f", "arguments": text}}
+    message = ChatMessage.model_validate({"role": "assistant", "tool_calls": [call]}).for_template()
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def output_schema(**fields: Any) -> dict[str, Any]:

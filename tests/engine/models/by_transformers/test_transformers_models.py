@@ -249,6 +249,14 @@ def test_positions_that_are_turned_by_length_end_where_that_begins() -> None:
     assert config.max_model_len == 64
 
 
+def test_yarn_added_to_a_config_extends_positions() -> None:
+    scaling = {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    words = transformers.OlmoConfig(**SIZES | {"max_position_embeddings": 80}, rope_parameters=scaling).to_dict()
+    assert parse_model_config(words | {"architectures": ["OlmoForCausalLM"]}, {}, "config.json").max_model_len == 256
+
+
 def test_facts_say_who_computes_a_model_or_why_nobody_does(olmo: Path, tmp_path: Path) -> None:
     facts = model_facts(str(olmo))
     assert (facts["supported"], facts["computed_by"], facts["num_layers"]) == (True, "transformers", 3)

@@ -1,13 +1,11 @@
 """Parsers of tool calls in model output, one module per format. Pure and incremental."""
 
-from collections.abc import Callable
-
 from trimtab_engine.api.openai.tool_parsers.hermes import HermesParser
 from trimtab_engine.api.openai.tool_parsers.llama3_json import Llama3JsonParser
-from trimtab_engine.api.openai.tool_parsers.parsed import ToolParser
+from trimtab_engine.api.openai.tool_parsers.parsed import ParserFactory, ToolParser
 from trimtab_engine.api.openai.tool_parsers.pythonic import PythonicParser
 
-PARSERS: dict[str, Callable[[], ToolParser]] = {
+PARSERS: dict[str, ParserFactory] = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "llama4_pythonic": PythonicParser,

@@ -1,8 +1,9 @@
 """Parsers of responses that a grammar forces into tool calls: tool_choice required, and a named function."""
 
 import json
+from typing import Any
 
-from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, parse_call
+from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, call_decoder
 
 
 class NamedParser:
@@ -27,7 +28,7 @@ class RequiredParser:
     def __init__(self) -> None:
         self._held = ""
         self._num_calls = 0
-        self._decoder = json.JSONDecoder()
+        self._decoder = call_decoder()
 
     def push(self, text: str) -> Parsed:
         self._held += text
@@ -40,9 +41,9 @@ class RequiredParser:
                 value, end = self._decoder.raw_decode(rest)
             except (ValueError, RecursionError):
                 return parsed
-            call = parse_call(value)
-            if call is not None:
-                parsed.calls.append(CallDelta(self._num_calls, call[1], call[0]))
+            if _is_call(value):
+                arguments = json.dumps(value.get("parameters", {}), ensure_ascii=False)
+                parsed.calls.append(CallDelta(self._num_calls, arguments, value["name"]))
                 self._num_calls += 1
             self._held = rest[end:]
 
@@ -50,3 +51,8 @@ class RequiredParser:
         """Drop a call truncated by max_tokens; a response without any call is returned as text."""
         held, self._held = self._held, ""
         return Parsed("" if self._num_calls else held)
+
+
+def _is_call(value: Any) -> bool:
+    """Return True for a call in the form that the grammar enforces; the schema decides on its parameters."""
+    return isinstance(value, dict) and isinstance(value.get("name"), str)

@@ -1,12 +1,14 @@
 """Llama 3 format: a response that is {"name": …, "parameters": {…}}, optionally after <|python_tag|>, several separated
 by "; ".
 
-A response that starts otherwise is text from its first character.
+A response that starts otherwise is text from its first character, and so is an object without arguments or with the
+name of no offered function: it may be an answer in JSON.
 """
 
-import json
+from collections.abc import Collection
+from typing import Any
 
-from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, parse_call
+from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, call_decoder, parse_call
 
 TAG = "<|python_tag|>"
 
@@ -19,6 +21,11 @@ class ObjectEnds:
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = self._escaped = False
+
+    @property
+    def is_outside(self) -> bool:
+        """True outside of objects."""
+        return self._depth <= 0
 
     def push(self, text: str) -> bool:
         """Return True if an object may have ended in this piece."""
@@ -38,21 +45,22 @@ class ObjectEnds:
 
 
 class Llama3JsonParser:
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._names = names
         self._ends = ObjectEnds()
         self._pieces: list[str] = []
         """Pieces received since the last check of `_held`: joining each one to a long text would copy all of it."""
         self._held = ""
         self._is_text = self._is_call = False
         self._num_calls = 0
-        self._decoder = json.JSONDecoder()
+        self._decoder = call_decoder()
 
     def push(self, text: str) -> Parsed:
         if self._is_text:
             return Parsed(text)
         self._pieces.append(text)
         is_open = self._num_calls > 0 or self._is_call
-        if is_open and not self._ends.push(text):
+        if is_open and not self._ends.push(text) and not self._may_be_trailing_text(text):
             return Parsed()
         self._gather()
         if is_open:
@@ -70,9 +78,20 @@ class Llama3JsonParser:
         self._held = ""
         return parsed
 
+    def _offered_call(self, value: Any) -> tuple[str, str] | None:
+        """Return name and arguments, or None if the object is an answer and not a call."""
+        if not isinstance(value, dict) or not value.keys() & {"arguments", "parameters"}:
+            return None
+        call = parse_call(value)
+        return call if call is not None and (self._names is None or call[0] in self._names) else None
+
     def _gather(self) -> None:
         self._held += "".join(self._pieces)
         self._pieces.clear()
+
+    def _may_be_trailing_text(self, text: str) -> bool:
+        """Return True if the piece comes after a call, outside of objects."""
+        return self._num_calls > 0 and self._ends.is_outside and not text.isspace()
 
     def _may_be_call(self) -> bool:
         start = self._held.lstrip()
@@ -84,19 +103,23 @@ class Llama3JsonParser:
         return Parsed(held)
 
     def _complete_calls(self) -> Parsed:
-        """Return the complete calls. Other text after a call is dropped."""
+        """Return the complete calls. Other text after a call is content."""
         parsed = Parsed()
         while not self._is_text:
             rest = self._held.lstrip().removeprefix(TAG).lstrip(" \t\r\n;")
+            if self._num_calls > 0 and rest and not rest.startswith("{") and not TAG.startswith(rest[: len(TAG)]):
+                self._held = rest
+                return parsed.plus(self._as_text())
             if not rest.endswith(("}", "} ", "}\n")) and "}" not in rest:
                 break  # no object is complete: skip the decoder
             try:
                 value, end = self._decoder.raw_decode(rest)
             except (ValueError, RecursionError):
                 break
-            call = parse_call(value)
+            call = self._offered_call(value)
             if call is None:
-                return self._as_text() if self._num_calls == 0 else parsed
+                self._held = rest if self._num_calls else self._held
+                return parsed.plus(self._as_text())
             parsed.calls.append(CallDelta(self._num_calls, call[1], call[0]))
             self._num_calls += 1
             self._held = rest[end:]

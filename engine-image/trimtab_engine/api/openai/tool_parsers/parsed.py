@@ -1,6 +1,8 @@
 """Result of a tool-call parser for a piece of text, and the parsers' shared interface."""
 
 import json
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,22 +39,56 @@ class ToolParser(Protocol):
         """Parse the end of the response: text held back is content."""
 
 
+class ParserFactory(Protocol):
+    """Constructor of a parser. `names`: the offered functions; None accepts every name."""
+
+    def __call__(self, names: Collection[str] | None = None) -> ToolParser: ...
+
+
+def call_decoder() -> json.JSONDecoder:
+    """Return a decoder whose values can be written as JSON again: NaN and Infinity are invalid, and numbers beyond
+    float64 become the largest ones.
+    """
+    return json.JSONDecoder(parse_float=_finite, parse_constant=_reject)
+
+
+def _finite(text: str) -> float:
+    return min(max(float(text), -sys.float_info.max), sys.float_info.max)
+
+
+def _reject(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+DECODER = call_decoder()
+
+
 def read_call(text: str) -> tuple[str, str] | None:
     """Return name and arguments (as JSON text) of a call {"name": …, "arguments" or "parameters": {…}}, or None if it
     is invalid.
     """
     try:
-        value = json.loads(text)
+        value = DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
     return parse_call(value)
 
 
 def parse_call(value: Any) -> tuple[str, str] | None:
+    """Return name and arguments of a decoded call, or None if it is invalid. Arguments may be an object, the JSON text
+    of an object, or nothing.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):  # Granite and some Qwen models write JSON text
+        try:
+            arguments = DECODER.decode(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError):
+            return None
+    if arguments is None:
+        arguments = {}
+    return (value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
 def overlap(text: str, mark: str) -> int:

@@ -1,17 +1,19 @@
 """Pythonic format of Llama 4 and Llama 3.2: a response that is a list of Python calls, [f(a=1, b="x"), g()], optionally
 between <|python_start|> and <|python_end|>. Arguments are literals with names.
 
-A response that starts otherwise is text from its first character. Nothing is evaluated: calls are parsed as syntax.
+A response that starts otherwise, or calls a function that is not offered, is text from its first character. Nothing is
+evaluated: calls are parsed as syntax.
 """
 
 import ast
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed
 
-TAG = "<|python_start|>"
+TAG, END_TAG = "<|python_start|>", "<|python_end|>"
 NAME = r"[A-Za-z_][\w.\-]{0,99}"
 BEGIN = re.compile(rf"\s*({re.escape(TAG)})?\s*\[(?=\s*{NAME}\s*\()")
 MAY_BEGIN = re.compile(rf"\s*(\[\s*({NAME}\s*)?)?")
@@ -21,15 +23,16 @@ JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser:
-    """Parser of Python calls. A call is emitted when its bracket closes. After the first call, other text is
-    dropped.
-    """
+    """Parser of Python calls. A call is emitted when its bracket closes. Text after the calls is content."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] | None = None) -> None:
+        self._names = names
         self._pieces: list[str] = []
         """All text received while it may still turn out to be content."""
         self._call: list[str] = []
         """Characters of the call that is being read."""
+        self._held = ""
+        """Text after the calls that may still be the end tag."""
         self._depth = 0
         self._quote: str | None = None
         self._is_escaped = False
@@ -40,7 +43,7 @@ class PythonicParser:
         if self._is_text:
             return Parsed(text)
         if self._is_over:
-            return Parsed()
+            return self._trailing(text)
         if self._num_calls == 0:
             self._pieces.append(text)
         if self._is_open:
@@ -62,18 +65,34 @@ class PythonicParser:
     def _read(self, text: str) -> Parsed:
         """Parse more text of the list."""
         parsed = Parsed()
-        for character in text:
+        for place, character in enumerate(text, start=1):
             self._call.append(character)
             if not self._closes(character):
                 continue
             call = None if self._depth < 0 else read_python_call("".join(self._call))
-            self._call.clear()
-            if call is None:
+            if call is None or (self._names is not None and call[0] not in self._names):
+                if not self._num_calls:
+                    return self._as_text()
                 self._is_over = True
-                return parsed if self._num_calls else self._as_text()
+                unread = "" if self._depth < 0 else "".join(self._call).lstrip(" \t\r\n,")
+                return parsed.plus(self._trailing(unread + text[place:]))
+            self._call.clear()
             parsed.calls.append(CallDelta(self._num_calls, call[1], call[0]))
             self._num_calls += 1
         return parsed
+
+    def _trailing(self, text: str) -> Parsed:
+        """Return text after the calls as content, without the end tag and blanks before it."""
+        self._call = []
+        self._held += text
+        start = self._held.lstrip()
+        if END_TAG.startswith(start):
+            if start == END_TAG:
+                self._held = ""
+            return Parsed()
+        self._held = ""
+        self._is_text = True
+        return Parsed(start.removeprefix(END_TAG).lstrip() if start.startswith(END_TAG) else start)
 
     def _closes(self, character: str) -> bool:
         """Return True if the character ends a call or the list. Brackets inside strings are ignored."""

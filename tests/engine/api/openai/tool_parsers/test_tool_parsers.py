@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -55,12 +56,33 @@ def torn(text: str, seed: int) -> list[str]:
         ("llama3_json", '{"name": "f", "para', '{"name": "f", "para', []),
         ("llama3_json", f"Well: {F}", f"Well: {F}", []),
         ("llama3_json", "", "", []),
+        ("llama3_json", '{"name": "Alice", "age": 3}', '{"name": "Alice", "age": 3}', []),
+        ("llama3_json", f"{F} calls f", "calls f", ["f"]),
+        ("llama3_json", f'{F}; {{"name": "Alice"}} }} x', '{"name": "Alice"} } x', ["f"]),
+        ("llama3_json", f"{F}; {G} <|python_tag|>{G} ", "", ["f", "g", "g"]),
+        ("hermes", '<tool_call>{"name": "f</tool_call>', '<tool_call>{"name": "f</tool_call>', []),
+        (
+            "hermes",
+            f'<tool_call>{{"name": "f}}</tool_call> <tool_call>{G}</tool_call>',
+            '<tool_call>{"name": "f}</tool_call> ',
+            ["g"],
+        ),
+        (
+            "hermes",
+            f'<tool_call>{{"name": "f}}\n</tool_call> so <tool_call>{G}</tool_call>',
+            '<tool_call>{"name": "f}\n</tool_call> so ',
+            ["g"],
+        ),
+        ("hermes", f'<tool_call>the "hi</tool_call><tool_call>{G}', '<tool_call>the "hi</tool_call>', ["g"]),
         ("pythonic", f"[{PYTHON_F}]", "", ["f"]),
         ("pythonic", f"\n[ {PYTHON_F}, g() ]\n", "", ["f", "g"]),
         ("llama4_pythonic", f"<|python_start|>[g(), {PYTHON_F}]<|python_end|>", "", ["g", "f"]),
         ("pythonic", f"[g(), {PYTHON_F}", "", ["g", "f"]),
         ("pythonic", "[g(), f(a=", "", ["g"]),  # truncated
-        ("pythonic", "[g(), f(1)] and so on", "", ["g"]),
+        ("pythonic", "[g(), f(1)] and so on", "f(1)] and so on", ["g"]),
+        ("pythonic", f"[g(), {PYTHON_F}] and so on", "and so on", ["g", "f"]),
+        ("pythonic", "<|python_start|>[g()]<|python_end|> so", "so", ["g"]),
+        ("pythonic", "[g()] [f(", "[f(", ["g"]),
         ("pythonic", f"Well: [{PYTHON_F}]", f"Well: [{PYTHON_F}]", []),
         ("pythonic", "[1, 2]", "[1, 2]", []),
         ("pythonic", "[f]", "[f]", []),
@@ -77,6 +99,70 @@ def test_parser_separates_calls_and_text(name: str, text: str, content: str, cal
     assert read(PARSERS[name](), list(text)) == (content, expected)
     for seed in range(30):
         assert read(PARSERS[name](), torn(text, seed)) == (content, expected)
+
+
+def check_all_splits(name: str, text: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    """`calls` in any split of the text, with the offered functions f and g."""
+    for pieces in ([text], list(text), *(torn(text, seed) for seed in range(30))):
+        found = read(PARSERS[name](("f", "g")), pieces)
+        assert (found[0], [(call, json.loads(arguments)) for call, arguments in found[1]]) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "value", ["</tool_call>", "<tool_call>", '\\"</tool_call>', "<tool_call>{}</tool_call>", "<", "</tool"]
+)
+def test_markers_inside_strings_are_part_of_the_call(value: str) -> None:
+    call = json.dumps({"name": "f", "arguments": {"x": value}})
+    expected = [("f", {"x": value}), ("g", {})]
+    check_all_splits("hermes", f"<tool_call>\n{call}\n</tool_call>\n<tool_call>{G}</tool_call>", "", expected)
+    check_all_splits("hermes", f"<tool_call>{call}", "", expected[:1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (json.dumps('{"x": "é"}'), {"x": "é"}),
+        ("null", {}),
+        ('""', {}),
+        ('" "', {}),
+        ('"null"', {}),
+        ("{}", {}),
+        ('{"x": 1e999, "y": -1e999}', {"x": sys.float_info.max, "y": -sys.float_info.max}),
+    ],
+)
+def test_arguments_are_the_json_text_of_an_object(arguments: str, value: dict[str, Any]) -> None:
+    call = f'{{"name": "f", "arguments": {arguments}}}'
+    check_all_splits("hermes", f"<tool_call>{call}</tool_call>", "", [("f", value)])
+    check_all_splits("llama3_json", call, "", [("f", value)])
+
+
+@pytest.mark.parametrize("arguments", ["NaN", '{"x": -Infinity}', '"Paris"', "[1]", "3", '"{\\"x\\": NaN}"'])
+def test_arguments_without_an_object_are_not_a_call(arguments: str) -> None:
+    call = f'{{"name": "f", "arguments": {arguments}}}'
+    check_all_splits("hermes", f"<tool_call>{call}</tool_call>", f"<tool_call>{call}</tool_call>", [])
+    check_all_splits("llama3_json", call, call, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"name": "Alice", "parameters": {"age": 3}}'),
+        ("llama3_json", '<|python_tag|>{"name": "Alice", "arguments": {}}'),
+        ("pythonic", '[print(end="x")] is python'),
+    ],
+)
+def test_answer_that_names_no_offered_function_is_text(name: str, text: str) -> None:
+    check_all_splits(name, text, text, [])
+
+
+def test_many_unmatched_quotes_are_text() -> None:
+    text = '<tool_call>{"\\"</tool_call>' * 3000
+    assert read(PARSERS["hermes"](), [text]) == (text, [])
+
+
+def test_required_arguments_are_valid_json() -> None:
+    text = '[{"name": "f", "parameters": {"x": 1e999}}, {"name": "f", "parameters": "any"}]'
+    assert read(RequiredParser(), [text]) == ("", [("f", f'{{"x": {sys.float_info.max}}}'), ("f", '"any"')])
 
 
 @pytest.mark.parametrize(
