@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from trimtab_engine.text.tokenizer import well_formed
+
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
@@ -52,7 +54,8 @@ def parse_call(value: Any) -> tuple[str, str] | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    # A model may write the escape of a lone surrogate, which UTF-8 cannot encode.
+    return well_formed(value["name"]), well_formed(json.dumps(arguments, ensure_ascii=False))
 
 
 def overlap(text: str, mark: str) -> int:

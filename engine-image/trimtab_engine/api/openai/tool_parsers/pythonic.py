@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed
+from trimtab_engine.text.tokenizer import well_formed
 
 TAG = "<|python_start|>"
 NAME = r"[A-Za-z_][\w.\-]{0,99}"
@@ -109,7 +110,7 @@ def read_python_call(text: str) -> tuple[str, str] | None:
         arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
         if len(arguments) < len(node.keywords):
             return None
-        return found[1], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return found[1], well_formed(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
