@@ -181,6 +181,9 @@ def test_fields_without_effect_are_accepted(server: Any) -> None:
     fields = {
         "user": "u",
         "metadata": {"a": "b"},
+        "prompt_cache_retention": "24h",
+        "n": None,
+        "stream": None,
         "store": False,
         "service_tier": "auto",
         "logit_bias": None,
