@@ -5,6 +5,7 @@ stack. So the validation builds the grammar as the core would, in a smaller stac
 core's limits and tighter ones. See docs/guides/structured-output.md for the sizes, ADR-0007 for the reasons.
 """
 
+import json
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from trimtab_engine.ipc.frames import serve_frames
 from trimtab_engine.structured.deep_stack import deep_stack_executor
+from trimtab_engine.structured.json_schema import read_enforceable_schema
 from trimtab_engine.structured.matcher import WORD_BYTES, GrammarMatcher, Vocabulary
 from trimtab_engine.structured.reasons import one_sentence
 
@@ -32,7 +34,8 @@ def grammar_text(spec: Mapping[str, Any]) -> str:
     kind, value = spec["kind"], spec["value"]
     match kind:
         case "json":
-            return str(LLMatcher.grammar_from_json_schema(value, overrides=_json_options(spec)))
+            schema = json.dumps(read_enforceable_schema(value), ensure_ascii=False)
+            return str(LLMatcher.grammar_from_json_schema(schema, overrides=_json_options(spec)))
         case "regex":
             return str(LLMatcher.grammar_from_regex(value))
         case "choice":

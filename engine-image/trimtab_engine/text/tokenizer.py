@@ -29,6 +29,7 @@ CONTEXT_TOKENS = (
     16  # of a prompt, used as context for decoding its continuation; some may be special tokens without text
 )
 BROKEN = "\ufffd"  # replacement for bytes that are not a character
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's tokens of single bytes
 LONG_TEXT_CHARACTERS = 4096  # longer texts are tokenized in a thread; takes about a millisecond
 
 
@@ -52,6 +53,8 @@ class Tokenizer:
         self._special_ids = {token.content: token_id for token_id, token in added if token.special}
         self._compiled: dict[str, ChatTemplate] = {}
         is_byte_level = isinstance(self.fast.decoder, ByteLevel)
+        self._is_byte_level = is_byte_level
+        self._token_bytes: dict[int, bytes] = {}
         self._token_texts = {skip: TokenTexts(self.fast, skip) for skip in (False, True)} if is_byte_level else {}
 
     def token_texts(self, *, skip_special_tokens: bool) -> "TokenTexts | None":
@@ -113,8 +116,38 @@ class Tokenizer:
         found = {self._special_ids[text]: text for text in stop if text in self._special_ids}
         return {token_id: text for token_id, text in found.items() if token_id < vocab_size}
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text, which may be a part of a character. At the beginning of a text,
+        SentencePiece drops a token's blank.
+        """
+        if token_id not in self._token_bytes:
+            self._token_bytes[token_id] = self._read_token_bytes(token_id)
+        return self._token_bytes[token_id]
+
+    def _read_token_bytes(self, token_id: int) -> bytes:
+        name = self.token_name(token_id)
+        if self._is_byte_level:
+            is_alphabet = all(character in BYTE_OF_CHARACTER for character in name)
+            return bytes(BYTE_OF_CHARACTER[character] for character in name) if is_alphabet else name.encode()
+        text = self.token_text(token_id)
+        byte = BYTE_TOKEN.fullmatch(name)
+        if byte is not None and text != name:
+            return bytes.fromhex(byte[1])
+        twice = self.decode([token_id, token_id])  # the second one is not at the beginning
+        return (twice.removeprefix(text) if twice.startswith(text) else text).encode()
+
     def token_name(self, token_id: int) -> str:
         return self.fast.id_to_token(token_id) or ""
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet of byte-level tokens: printable bytes as themselves, others after U+0100 in order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_alphabet()
 
 
 class TokenTexts(dict[int, str | None]):

@@ -73,7 +73,8 @@ def csv_lines(text: str) -> Iterable[tuple[int, dict[str, str]]]:
 
 def json_lines(text: str) -> Iterable[tuple[int, str]]:
     """Return the lines with a JSON object each, with line numbers."""
-    return ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+    # str.splitlines() would also split at U+2028 and others, which JSON strings may contain.
+    return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
 def json_object(line: str) -> dict[str, Any]:

@@ -92,6 +92,34 @@ def test_characters_after_invalid_bytes_are_complete(byte_fallback: Tokenizer) -
     assert "".join(pieces).endswith("b a日 a")
 
 
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_token_bytes_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_token_bytes_of_byte_level_tokens_decode_to_their_text(tokenizer: Tokenizer) -> None:
+    for token_id in range(257):
+        assert tokenizer.token_bytes(token_id).decode("utf-8", "replace") == tokenizer.token_text(token_id)
+    assert sorted(map(tokenizer.token_bytes, range(256))) == [bytes([byte]) for byte in range(256)]
+    (end,) = tokenizer.encode("<|end|>")
+    assert tokenizer.token_bytes(end) == b"<|end|>"
+
+
+def test_token_bytes_of_sentencepiece_keep_blanks_and_bytes(byte_fallback: Tokenizer) -> None:
+    assert [byte_fallback.token_bytes(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert [byte_fallback.token_bytes(token_id) for token_id in (256, 257, 258, 259)] == [
+        b" a",
+        b"b",
+        b" ",
+        "é".encode(),
+    ]
+
+
+def test_token_bytes_of_an_unknown_id_are_empty(tokenizer: Tokenizer, byte_fallback: Tokenizer) -> None:
+    assert tokenizer.token_bytes(1000) == byte_fallback.token_bytes(1000) == b""
+
+
 def test_special_tokens_are_text_only_if_requested(tokenizer: Tokenizer) -> None:
     (end,) = tokenizer.encode("<|end|>")
     assert Detokenizer(tokenizer, skip_special_tokens=True).push(end) == ""

@@ -38,6 +38,13 @@ def test_a_mooncake_log_names_its_prefix_blocks(tmp_path: Path) -> None:
     assert read_log(path, *load_text(path)).arrivals == [Arrival(0.0, 600, 5, (7, 9))]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_json_rows_end_only_at_newlines(tmp_path: Path, end: str) -> None:
+    row = '{"timestamp": 0, "input_length": 6, "output_length": 5, "name": "a\u2028b\u2029c\x85d"}'
+    path = a_file(tmp_path, (row + end) * 2)
+    assert read_log(path, *load_text(path)).arrivals == [Arrival(0.0, 6, 5)] * 2
+
+
 def test_unordered_rows_are_sorted_with_a_note(tmp_path: Path) -> None:
     late = '{"timestamp": 2000, "input_length": 2, "output_length": 5}'
     path = a_file(tmp_path, late + '\n{"timestamp": 0, "input_length": 1, "output_length": 0}\n')

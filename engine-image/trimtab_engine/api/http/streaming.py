@@ -22,6 +22,8 @@ from trimtab_engine.api.http.protocol import FLOW
 from trimtab_engine.errors import EngineDead
 
 Answer = TypeVar("Answer")
+LINE_SEPARATORS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""Escapes of the line separators that JSON does not escape by itself."""
 DONE = "data: [DONE]\n\n"
 MARK = uuid.uuid4().hex  # placeholder of an event's text in a rendered template; clients cannot guess it
 
@@ -30,7 +32,17 @@ logger = logging.getLogger("trimtab_engine.api")
 
 def event(body: dict[str, Any]) -> str:
     """Return one server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_escape_line_separators(json.dumps(body, ensure_ascii=False, separators=(',', ':')))}\n\n"
+
+
+def _escape_line_separators(written: str) -> str:
+    """Return the JSON with escapes for characters at which clients break lines (httpx's iter_lines), against the
+    standard of server-sent events.
+    """
+    if not written.isascii():
+        for character, escape in LINE_SEPARATORS.items():
+            written = written.replace(character, escape)
+    return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class EventTemplate:
     def fill(self, texts: Iterable[str]) -> str:
         """Return one event per text, each equal to event()."""
         before, after = self.before, self.after
-        return "".join([before + encode_basestring(text) + after for text in texts])
+        return "".join([before + _escape_line_separators(encode_basestring(text)) + after for text in texts])
 
 
 class EventStream(StreamingResponse):

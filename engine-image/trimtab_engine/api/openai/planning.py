@@ -24,6 +24,7 @@ from trimtab_engine.api.openai.response_builders import ResponseBuilder
 from trimtab_engine.api.openai.restrictions import Restrictions
 from trimtab_engine.api.openai.state import ServerState, Serving
 from trimtab_engine.multimodal.items import Span
+from trimtab_engine.text.tokenizer import well_formed
 
 MAX_RANK_CHARACTERS = 4
 MAX_CHARACTERS_PER_TOKEN = 64  # no token is longer on average; longer texts are rejected before tokenization
@@ -47,7 +48,7 @@ async def completion_prompts(
         return kept, None
     decode = serving.tokenizer.decode
     if texts and all(len(prompt) == len(whole) for prompt, whole in zip(kept, ids, strict=True)):
-        return kept, texts
+        return kept, [well_formed(text) for text in texts]
     return kept, [decode(prompt, skip_special_tokens=body.skip_special_tokens) for prompt in kept]
 
 

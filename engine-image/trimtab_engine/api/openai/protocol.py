@@ -80,7 +80,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 # OpenAI's fields, and vLLM's session_id, that never change the response.
-FIELDS_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")
+FIELDS_WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "session_id",
+)
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -90,7 +97,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 def check_fields(model: type[BaseModel], data: Any, not_built: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Return the fields without those that have no effect.
+    """Return the fields without those that have no effect, and without null in optional fields.
 
     Raises:
         WrongField: A field is not supported, or is unknown but similar to a known one. pydantic rejects other unknown
@@ -104,6 +111,8 @@ def check_fields(model: type[BaseModel], data: Any, not_built: Mapping[str, tupl
         if not any(_is_same(data[name], harmless) for harmless in not_built[name]):
             raise WrongField(name, _not_supported(name, not_built[name]))
     passed_over = missing.union(FIELDS_WITHOUT_EFFECT)
+    optional = {field.alias or name for name, field in model.model_fields.items() if not field.is_required()}
+    passed_over |= {name for name in data.keys() & optional if data[name] is None}
     known = {field.alias or name for name, field in model.model_fields.items()}
     for name in data.keys() - known - passed_over:
         if meant := _field_hint(name, known):
@@ -142,6 +151,8 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None
+    """No effect: chunks are never padded. Padding hides the lengths of tokens from observers of encrypted traffic."""
 
 
 class GenerationRequest(RestrictionFields, PromptFields):

@@ -137,12 +137,14 @@ async def _respond_whole(
         for choice in choices:
             assert choice.last is not None  # every choice ends with a piece
             entry = builder.choice(choice.last, choice.text, choice.logprobs if wants_logprobs else None)
-            if body.prompt_logprobs is not None:
+            if body.prompt_logprobs is not None and not builder.has_one_prompt:
                 entry["prompt_logprobs"] = prompt_logprobs(serving.tokenizer, choice.prompt_logprobs or [])
             if body.return_token_ids:
                 entry["token_ids"] = choice.token_ids
             entries.append(entry)
         whole = builder.whole(entries, usage)
+        if body.prompt_logprobs is not None and builder.has_one_prompt:
+            whole["prompt_logprobs"] = prompt_logprobs(serving.tokenizer, choices[0].prompt_logprobs or [])
         if body.return_token_ids:
             builder.add_prompt_ids(whole, [plan.prompt_of(index) for index in range(len(choices))])
         return Response(long_json(whole), media_type="application/json")

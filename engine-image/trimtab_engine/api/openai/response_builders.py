@@ -45,6 +45,8 @@ class ResponseBuilder(ABC):
     is_plain = True
     """Template of a chunk of generated text; all fields except the text are constant per choice until the finish
     reason."""
+    has_one_prompt = False
+    """True if all choices share one prompt, whose log-probabilities are then in the response instead of each choice."""
     object_whole: str
     object_chunk: str
 
@@ -117,6 +119,7 @@ class CompletionResponseBuilder(ResponseBuilder):
 
 class ChatResponseBuilder(ResponseBuilder):
     prefix, object_whole, object_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    has_one_prompt = True
 
     def opening(self, index: int) -> list[Json]:
         """Return the role chunk, sent before any token."""

@@ -169,7 +169,8 @@ def _json(path: Path) -> Any:
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     found = False
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    # str.splitlines() would also split at U+2028 and others, which JSON strings may contain.
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if line.strip():
             found = True
             try:

@@ -73,7 +73,7 @@ async def counters(url: str, headers: dict[str, str]) -> dict[str, float]:
 def parse_counters(text: str) -> dict[str, float]:
     """Return sums over all labels of the lines `vllm:NAME_total{…} VALUE`."""
     sums: dict[str, float] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):  # labels may contain other line separators
         name, _, rest = line.partition("{")
         name = name.removeprefix("vllm:").removesuffix("_total")
         if name in COUNTERS and line.startswith("vllm:"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from trimtab_engine.api.openai.embedding_request import EmbeddingRequest
 from trimtab_engine.api.openai.protocol import (
     FIELDS_WITHOUT_EFFECT,
     UNSUPPORTED,
@@ -124,3 +125,23 @@ def test_content_parts_reach_templates_that_render_them(content: Any, form: Cont
     for role, shown in (("user", "user"), ("tool", "tool"), ("developer", "system")):
         message = ChatMessage.model_validate({"role": role, "content": parts(content)})
         assert message.for_template({shown: form}) == {"role": shown, "content": parts(expected)}
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest, EmbeddingRequest])
+def test_null_in_optional_field_is_the_default(model: type[BaseModel]) -> None:
+    body: dict[str, Any] = {"prompt": "a"} if model is CompletionRequest else {"messages": [chat()["messages"][0]]}
+    optional = {name for name, field in model.model_fields.items() if not field.is_required()} - body.keys()
+    assert optional >= {"encoding_format"} or optional >= {"n", "stream"}
+    assert model.model_validate(body | dict.fromkeys(optional)) == model.model_validate(body)
+
+
+def test_null_in_required_field_is_rejected() -> None:
+    with pytest.raises(ValidationError):
+        CompletionRequest.model_validate({"prompt": None})
+
+
+@pytest.mark.parametrize("include_obfuscation", [True, False, None])
+def test_stream_obfuscation_has_no_effect(include_obfuscation: bool | None) -> None:
+    options = {"include_usage": True, "include_obfuscation": include_obfuscation}
+    request = ChatRequest.model_validate({**chat(), "stream": True, "stream_options": options})
+    assert request.includes_usage

@@ -92,11 +92,21 @@ def test_echoed_and_generated_tokens_share_logprobs_list(server: Any, stream: bo
 )
 def test_prompt_logprobs_are_keyed_by_token_id(server: Any, path: str, fields: dict[str, Any]) -> None:
     answer = server.http.post(path, json={**fields, "max_tokens": 1, "prompt_logprobs": 1}).json()
-    first, second, third = answer["choices"][0]["prompt_logprobs"]
+    assert ("prompt_logprobs" in answer) is ("messages" in fields)  # vLLM's places: chats have one prompt
+    assert ("prompt_logprobs" in answer["choices"][0]) is ("prompt" in fields)
+    holder = answer if "messages" in fields else answer["choices"][0]
+    first, second, third = holder["prompt_logprobs"]
     assert first is None
     assert second["98"] == {"logprob": -0.25, "rank": 1, "decoded_token": "b"}
     assert second["0"]["rank"] == 1
     assert set(third) == {"99", "0"}
+
+
+def test_chat_choices_share_prompt_logprobs(server: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 1, "prompt_logprobs": 0, "n": 2}
+    answer = server.http.post("/v1/chat/completions", json=body).json()
+    assert [position and list(position) for position in answer["prompt_logprobs"]] == [None, ["98"], ["99"]]
+    assert all("prompt_logprobs" not in choice for choice in answer["choices"])
 
 
 def test_usage_reports_cached_prompt_tokens(client: openai.OpenAI) -> None:

@@ -122,6 +122,18 @@ def test_stop_string_that_is_a_special_token_stops(server: Any, stream: bool) ->
     assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "<|pad|>")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a\ud83d", ["b", "a\ud83d"]])
+def test_echoed_lone_surrogate_is_replacement_character(server: Any, prompt: Any, stream: bool) -> None:
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0, "stream": stream}
+    response = server.http.post(
+        "/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    assert response.status_code == 200
+    answers = events(response.text) if stream else [response.json()]
+    assert [choice["text"] for answer in answers for choice in answer["choices"]][-1] == "a\ufffd"
+
+
 def test_stop_string_frees_sequence_in_core(server: Any) -> None:
     before = server.core_state()["aborted"]
     server.http.post("/v1/completions", json={"prompt": "!slowabc", "max_tokens": 100, "stop": "c"})
@@ -179,6 +191,9 @@ def test_fields_without_effect_are_accepted(server: Any) -> None:
     fields = {
         "user": "u",
         "metadata": {"a": "b"},
+        "prompt_cache_retention": "24h",
+        "n": None,
+        "stream": None,
         "store": False,
         "service_tier": "auto",
         "logit_bias": None,

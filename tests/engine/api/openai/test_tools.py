@@ -67,6 +67,14 @@ def test_streamed_calls_equal_complete_ones(client: openai.OpenAI) -> None:
     assert [call.index for call in calls] == [0, 1]
 
 
+def test_call_with_lone_surrogate_is_returned(client: openai.OpenAI) -> None:
+    call = '!eos<tool_call>{"name": "light", "arguments": {"x": "\\ud800"}}</tool_call>'
+    expected = [("light", '{"x": "\ufffd"}')]
+    assert called(chat(client, call, tools=[LIGHT]).choices[0].message.tool_calls) == expected
+    deltas = [chunk.choices[0].delta for chunk in chat(client, call, tools=[LIGHT], stream=True)]
+    assert called([call for delta in deltas for call in delta.tool_calls or []]) == expected
+
+
 def test_parallel_tool_calls_false_keeps_first_call(client: openai.OpenAI) -> None:
     choice = chat(client, "!eos" + CALL + CALL, parallel_tool_calls=False).choices[0]
     assert called(choice.message.tool_calls) == [AS_CALL]

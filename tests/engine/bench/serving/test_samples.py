@@ -104,6 +104,14 @@ def test_custom_lines_repeat_if_too_few(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_custom_prompt_may_contain_other_line_separators(tmp_path: Path, end: str) -> None:
+    prompt = "a\u2028b\u2029c\x85d"
+    path = tmp_path / "custom.jsonl"
+    path.write_text(f'{{"prompt": "{prompt}"}}{end}{{"prompt": "two"}}{end}', encoding="utf-8", newline="")
+    assert [sample.prompt for sample in custom_samples(path, 2, 9, None)] == [prompt, "two"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [("", "empty"), ("{nonsense", "line 1"), ('{"text": "x"}', 'no "prompt"'), ("[1]", "not a JSON object")],

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from trimtab_engine.text.tokenizer import well_formed
+
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
@@ -88,7 +90,10 @@ def parse_call(value: Any) -> tuple[str, str] | None:
             return None
     if arguments is None:
         arguments = {}
-    return (value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    # A model may write the escape of a lone surrogate, which UTF-8 cannot encode.
+    return well_formed(value["name"]), well_formed(json.dumps(arguments, ensure_ascii=False))
 
 
 def overlap(text: str, mark: str) -> int:

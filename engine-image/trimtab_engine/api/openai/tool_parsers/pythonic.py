@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed
+from trimtab_engine.text.tokenizer import well_formed
 
 TAG, END_TAG = "<|python_start|>", "<|python_end|>"
 NAME = r"[A-Za-z_][\w.\-]{0,99}"
@@ -128,7 +129,7 @@ def read_python_call(text: str) -> tuple[str, str] | None:
         arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
         if len(arguments) < len(node.keywords):
             return None
-        return found[1], json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return found[1], well_formed(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

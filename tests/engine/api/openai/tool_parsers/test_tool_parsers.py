@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -188,6 +189,29 @@ def test_python_arguments_are_literals(literal: str, value: Any) -> None:
 def test_non_json_literal_is_not_a_call(argument: str) -> None:
     text = f"[f(x={argument})]"
     assert read(PARSERS["pythonic"](), [text]) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (
+            PARSERS["hermes"],
+            '<tool_call>{"name": "f\\ud800", "arguments": {"x": "a\\ud83d\\ude00\\udc00"}}</tool_call>',
+        ),
+        (PARSERS["hermes"], '<tool_call>{"name": "f\\ud800", "arguments": {"x": "a\\ud83d\\ude00\\udc00"}}'),
+        (PARSERS["llama3_json"], '{"name": "f\\ud800", "parameters": {"x": "a\\ud83d\\ude00\\udc00"}}'),
+        (RequiredParser, '[{"name": "f\\ud800", "parameters": {"x": "a\\ud83d\\ude00\\udc00"}}]'),
+    ],
+)
+def test_lone_surrogate_in_call_becomes_replacement_character(parser: Callable[[], ToolParser], text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(parser(), pieces) == ("", [("f\ufffd", '{"x": "a😀\ufffd"}')])
+
+
+def test_lone_surrogate_in_python_call_becomes_replacement_character() -> None:
+    text = "[f(x='a\\ud83d\\ude00\\udc00')]"
+    for pieces in ([text], list(text)):
+        assert read(PARSERS["pythonic"](), pieces) == ("", [("f", '{"x": "a😀\ufffd"}')])
 
 
 def test_text_before_a_call_is_returned_at_once() -> None:
