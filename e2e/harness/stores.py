@@ -25,7 +25,7 @@ from harness.kube import Kube, Manifest
 
 PROGRAM = "docker-registry"
 USER, PASSWORD = "scenario", "scenario-password"
-HTPASSWD = f"{USER}:$2b$05$abcdefghijklmnopqrstuu7M8I5tD3CuOUisby5aYiRPGdtPfFTaS\n"
+HTPASSWD = f"{USER}:$2b$05$abcdefghijklmnopqrstuu01s4krBm8ar09qWJXQr8isE0zpMefQ6\n"
 """htpasswd file with PASSWORD as bcrypt, the only hash that docker-registry supports."""
 START_SECONDS = 20.0
 PUSH_SECONDS = 300.0  # half a gigabyte, on a machine that also runs the cluster

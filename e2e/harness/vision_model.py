@@ -10,7 +10,7 @@ from typing import Any
 from harness.claims import MOUNT
 from harness.target import REPOSITORY
 
-BUILDER = REPOSITORY / "engine-image" / "engine_benchmarks" / "seeing_folder.py"
+BUILDER = REPOSITORY / "engine-image" / "engine_benchmarks" / "vision_checkpoint.py"
 FOLDER, NAME = "seeing", "seeing"
 SIDE = 112  # pixels of the image
 NUM_TOKENS = 16  # per image: one for each 28 x 28 pixels

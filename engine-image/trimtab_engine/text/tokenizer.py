@@ -276,7 +276,7 @@ def _load(path: Path) -> Any:
 
 
 def _missing_tokenizer_error(path: Path) -> str:
-    """Return the error text for a path without tokenizer.json: what is there instead, and the remedy."""
+    """Return the error text for a path without tokenizer.json: the files found instead, and the remedy."""
     remedy = "set --tokenizer to a folder with one"
     if path.is_file():
         return f"no tokenizer in {path}: it is a file; {remedy}"

@@ -411,7 +411,7 @@ def test_the_facts_count_what_is_stored(tmp_path: Path, name: str) -> None:
         (
             "FP8-dynamic",
             "float32",
-            "weights: compressed-tensors, float8 by channel, activations as they are, multiplied in their stored format",
+            "weights: compressed-tensors, float8 by channel, activations as they are, multiplied in their stored",
         ),
         (
             "FP8-dynamic",

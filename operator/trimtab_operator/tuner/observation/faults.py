@@ -22,7 +22,7 @@ class Finding:
 
 
 def find_contradiction(sample: Sample, ledger: Ledger | None, *, now: float) -> str | None:
-    """Return what is impossible about a sample, or None."""
+    """Return the impossible value of a sample, or None."""
     counters, gauges = sample.counters, sample.gauges
     numbers = [
         sample.at,
