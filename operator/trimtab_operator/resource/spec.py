@@ -19,6 +19,7 @@ from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
+from trimtab_operator.resource.limits import size_error
 from trimtab_operator.resource.patterns import (
     DNS_LABEL,
     DURATION,
@@ -793,6 +794,9 @@ class InferenceDeployment:
         """
         metadata = body.get("metadata") or {}
         annotations = metadata.get("annotations") or {}
+        too_large = size_error(body.get("spec"))
+        if too_large is not None:
+            raise InvalidSpec(f"spec: {too_large}")
         text = json.dumps(body.get("spec") or {})
         try:
             spec = _spec_again(text) if len(text) <= MAX_KEPT_TEXT else _spec(text)
