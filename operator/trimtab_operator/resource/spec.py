@@ -379,7 +379,10 @@ class ScalingRules(Model):
         "Disabled: no scaling in this direction.",
     )
     policies: tuple[ScalingPolicy, ...] | None = Field(
-        default=None, min_length=1, max_length=16, description="Rate limits. Default: none."
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="Rate limits. Default: up, 4 replicas or 100 percent in 15 s; down, none.",
     )
 
 
