@@ -77,7 +77,7 @@ class TunerOutput:
 def decide(snapshots: Iterable[ReplicaSnapshot], state: TunerState, settings: Settings, now: float) -> TunerOutput:
     """Run one tuner step. `now` is Unix time; `snapshots` has one entry per replica."""
     now = float(now)
-    timeouts = FaultTimeouts.for_tick(max(settings.pace.tick_seconds, settings.pace.sample_seconds))
+    timeouts = FaultTimeouts.for_tick(settings.pace.sampling_seconds)
     observation, tracks = observe(state.tracks, snapshots, now=now, timeouts=timeouts)
     state = replace(_apply_spec_changes(state, settings, observation, now), tracks=tracks)
     state, bounds_decisions = _with_count_in_bounds(state, settings, observation, now)
