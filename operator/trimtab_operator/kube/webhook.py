@@ -26,10 +26,15 @@ from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.planning.admission import NO_CLUSTER_CONTEXT, ClusterContext, review, should_validate
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
+from trimtab_operator.resource.limits import shorten
 
 logger = logging.getLogger(__name__)
 
-MAX_REVIEW_BYTES = 4 << 20  # etcd stores objects up to 1.5 MiB; a review has the new and the old object
+# The port is reachable without authentication, so the cost of any sequence of requests is bounded.
+MAX_REVIEW_BYTES = 3 << 20  # the API server's limit for requests; a review has the new and the old object
+MAX_REVIEW_VALUES = 200_000  # two specs of the maximum size and their managedFields; about 40 MiB when parsed
+MAX_BUFFERED_BYTES = 12 << 20  # of all bodies that are being received or wait for a review
+REVIEW_TIMEOUT_SECONDS = 4.0  # from the first byte to the verdict: the API server's webhook timeout is 5 s
 CONTEXT_TIMEOUT_SECONDS = 2.0  # for reading the cluster state: the API server's webhook timeout is 5 s
 DEREGISTRATION_SECONDS = 5.0  # until every API server has removed the endpoint
 MAX_SECRET_ATTEMPTS = 3  # per refresh: after a lost race the stored certificate is valid
@@ -62,6 +67,10 @@ class Webhook:
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._loaded: Certificates | None = None
+        self._buffered = 0
+        """Bytes of all bodies that are being received or wait for a review."""
+        self._reviewing = asyncio.Lock()
+        """One review at a time: reviews share one interpreter, and each may take 40 MiB."""
         self.is_serving = False
 
     async def start(self, port: int) -> web.AppRunner:
@@ -154,15 +163,49 @@ class Webhook:
             logger.info("caBundle set", extra={"configuration": self._configuration})
 
     async def _validate(self, request: web.Request) -> web.Response:
+        body = bytearray()
         try:
-            asked = await request.json()
-            known = await self._cluster_context(asked["request"])
-            answer = review(
-                asked, default_image=self._default_image, allowed_privileges=self._allowed_privileges, known=known
-            )
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-            return web.json_response({"message": f"not an AdmissionReview: {error!r}"}, status=400)
-        return web.json_response(answer)
+            async with asyncio.timeout(REVIEW_TIMEOUT_SECONDS):
+                await self._receive(request, body)
+                async with self._reviewing:
+                    return web.json_response(await self._answer(body))
+        except TimeoutError:
+            return web.json_response({"message": "the review took too long; retry"}, status=503)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            message = f"not an AdmissionReview: {shorten(repr(error))}"
+            return web.json_response({"message": message}, status=400)
+        finally:
+            self._buffered -= len(body)
+
+    async def _receive(self, request: web.Request, body: bytearray) -> None:
+        """Append the request's body to `body`.
+
+        Raises:
+            HTTPRequestEntityTooLarge: The body is too large.
+            HTTPServiceUnavailable: The bodies of all requests together are too large.
+        """
+        async for chunk in request.content.iter_any():
+            if len(body) + len(chunk) > MAX_REVIEW_BYTES:
+                raise web.HTTPRequestEntityTooLarge(MAX_REVIEW_BYTES, len(body) + len(chunk))
+            if self._buffered + len(chunk) > MAX_BUFFERED_BYTES:
+                raise web.HTTPServiceUnavailable(text="too many reviews at the same time; retry")
+            self._buffered += len(chunk)
+            body += chunk
+
+    async def _answer(self, body: bytearray) -> dict[str, Any]:
+        """Return the response to the AdmissionReview. Parsing and validation run in a worker thread, so that the event
+        loop keeps serving.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError, RecursionError: The body is not an AdmissionReview.
+        """
+        if sum(body.count(mark) for mark in (b",", b"{", b"[")) > MAX_REVIEW_VALUES:
+            raise ValueError(f"more than {MAX_REVIEW_VALUES:,} values")
+        asked = await asyncio.to_thread(json.loads, body)
+        known = await self._cluster_context(asked["request"])
+        return await asyncio.to_thread(
+            review, asked, default_image=self._default_image, allowed_privileges=self._allowed_privileges, known=known
+        )
 
     async def _cluster_context(self, asked: Mapping[str, Any]) -> ClusterContext:
         """Return the cluster state for the review. Best effort: checks without it are left to the reconcile loop."""

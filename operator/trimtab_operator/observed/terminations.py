@@ -7,16 +7,40 @@ from typing import Any
 
 from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.time import parse_time
 
 OUT_OF_MEMORY = "OOMKilled"  # the kubelet's reason
 EVICTED = "Evicted"  # the kubelet's reason under node pressure; its message names the resource
 CRASH_LOOP = "CrashLoopBackOff"  # the kubelet delays restarts of a container that keeps terminating
+UNKNOWN_STATUS = ("Unknown", "ContainerStatusUnknown")  # the kubelet's reasons after its node restarted
+NODE_REASONS = (EVICTED, "NodeLost", "NodeShutdown", "Shutdown", "Terminated", "Preempting", "NodeAffinity")
+DISRUPTION_TARGET = "DisruptionTarget"  # condition of a pod that the control plane or the kubelet ends
 NO_TERMINATION_MESSAGE = "no reason is known"
 
 
 def num_terminations(pod: Manifest) -> int:
     """Return how often the engine has terminated in this pod, whether or not it was restarted."""
     return _is_evicted(pod) + sum(int(s.get("restartCount", 0)) + _has_ended(s) for s in _statuses(pod))
+
+
+def num_crashes(pod: Manifest) -> int:
+    """Return how often the engine terminated by itself in this pod.
+
+    The end of a pod that is deleted, evicted, preempted or on a lost node does not count, nor does a node's restart.
+    """
+    count = 0
+    for status in _statuses(pod):
+        count += int(status.get("restartCount", 0)) + _has_ended(status)
+        is_ended = "terminated" in (status.get("state") or {})
+        if (is_ended and _is_disrupted(pod)) or _last_end(status).get("reason") in UNKNOWN_STATUS:
+            count -= 1
+    return max(0, count)
+
+
+def last_termination_time(pod: Manifest) -> float | None:
+    """Return the Unix time of the engine's latest termination, or None if it is unknown."""
+    times = (parse_time(_last_end(status).get("finishedAt")) for status in _statuses(pod))
+    return max((moment.timestamp() for moment in times if moment is not None), default=None)
 
 
 def exit_code_of(pod: Manifest) -> int | None:
@@ -61,6 +85,17 @@ def _has_ended(status: Mapping[str, Any]) -> bool:
 def _last_end(status: Mapping[str, Any]) -> Mapping[str, Any]:
     ends = ((status.get(name) or {}).get("terminated") for name in ("state", "lastState"))
     return next((end for end in ends if end), {})
+
+
+def _is_disrupted(pod: Manifest) -> bool:
+    """Return True if the pod ends for a reason outside its containers."""
+    status = pod.get("status") or {}
+    conditions = status.get("conditions") or []
+    return (
+        "deletionTimestamp" in pod["metadata"]
+        or status.get("reason") in NODE_REASONS
+        or any(each.get("type") == DISRUPTION_TARGET and each.get("status") == "True" for each in conditions)
+    )
 
 
 def _is_evicted(pod: Manifest) -> bool:

@@ -13,6 +13,7 @@ from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.planning.model_facts import cached_facts
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
+from trimtab_operator.resource.limits import cap_findings
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, REPLICAS_IGNORED, InferenceDeployment
 from trimtab_operator.validation.rules import validation_errors
@@ -84,7 +85,7 @@ def review(
         ) or _ignored_replicas_errors(new, old)
         errors = errors or _new_layout_errors(new, old, default_image, known)
         if errors:
-            message = "; ".join(errors)
+            message = "; ".join(cap_findings(errors))
             verdict |= {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": message}}
         else:
             deployment = InferenceDeployment.parse(new, default_image=default_image)

@@ -35,6 +35,8 @@ OVERHEAD_SECONDS = 0.003  # per step: scheduling, launching, sampling
 SEQUENCE_SECONDS = 20e-6  # host work per sequence and step
 BATCH, LONG, CHUNK = 16, 8192, 2048  # roofline points: sequences, context tokens, prompt tokens
 SIGNED_KIND = "tuning"  # kind of the signed text
+# That of the HorizontalPodAutoscaler: a wrong metric must not take all GPUs of a cluster at once.
+DEFAULT_SCALE_UP = (Policy(Unit.PODS, 4, 15.0), Policy(Unit.PERCENT, 100, 15.0))
 SEASONS = {"Daily": Seasonal(), "Weekly": Seasonal(7 * DAY_SECONDS, 7 * BUCKETS_PER_DAY)}
 """Values of `spec.scaling.forecast.seasonality`."""
 
@@ -69,18 +71,22 @@ def scaling_of(wanted: owner.Scaling | None) -> Scaling | None:
     return Scaling(
         wanted.min_replicas,
         wanted.max_replicas,
-        Behavior(_pace(behavior.scale_up), _pace(behavior.scale_down)),
+        Behavior(_pace(behavior.scale_up, DEFAULT_SCALE_UP), _pace(behavior.scale_down)),
         None if wanted.forecast is None else SEASONS[wanted.forecast.seasonality],
     )
 
 
-def _pace(wanted: owner.ScalingRules | None) -> Rules:
-    """Return the rules of one direction. By default there is no rate limit, and the tuner's stabilization window."""
+def _pace(wanted: owner.ScalingRules | None, default: tuple[Policy, ...] = ()) -> Rules:
+    """Return the rules of one direction, with the default rate limits unless the spec sets others. By default the
+    tuner's stabilization window is used.
+    """
     if wanted is None:
-        return Rules()
-    policies = (Policy(Unit(p.type), p.value, float(p.period_seconds)) for p in wanted.policies or ())
+        return Rules(policies=default)
+    policies = tuple(Policy(Unit(p.type), p.value, float(p.period_seconds)) for p in wanted.policies or ())
     window = wanted.stabilization_window_seconds
-    return Rules(None if window is None else float(window), Select(wanted.select_policy or Select.MAX), tuple(policies))
+    return Rules(
+        None if window is None else float(window), Select(wanted.select_policy or Select.MAX), policies or default
+    )
 
 
 def desired_replicas(deployment: InferenceDeployment, tuned: TunerOutput) -> int:

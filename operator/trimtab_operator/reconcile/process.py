@@ -1,8 +1,9 @@
-"""Operator process with two event loops, each in its own thread.
+"""Operator process with three event loops, each in its own thread.
 
-The main thread runs Kopf and the reconcile loops, only while this process holds the Lease. Work with a deadline (Lease,
-webhook, probes) has its own thread, event loop and connections, so a burst of edits delays neither the Lease nor an
-admission review. A process that loses the Lease exits, and its pod restarts with clean state.
+The main thread runs Kopf and the reconcile loops, only while this process holds the Lease. The Lease and the probes
+have their own thread, event loop and connections, and so does the webhook: neither a burst of edits nor a burst of
+admission reviews, whose port is not authenticated, delays the Lease. A process that loses the Lease exits, and its pod
+restarts with clean state.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ async def run_operator(options: Options) -> int:
         cluster = await stack.enter_async_context(Cluster())
         deadline_thread = await stack.enter_async_context(LoopThread("deadline"))
         deadline_cluster = await deadline_thread.enter(Cluster())
-        webhook = _webhook(deadline_cluster, options)
+        webhook_thread = await stack.enter_async_context(LoopThread("webhook"))
+        webhook = None
+        if options.webhook_port != 0:
+            webhook = _webhook(await webhook_thread.enter(Cluster()), options)
         health = await deadline_thread.run(
             serve_health, options.liveness_port, heartbeats, is_ready=lambda: webhook is None or webhook.is_serving
         )
@@ -89,14 +93,14 @@ async def run_operator(options: Options) -> int:
         await _require_crd(cluster)
         background = [measure_lag(heartbeats, metrics)]
         if webhook is not None:
-            server = await deadline_thread.run(webhook.start, options.webhook_port)
-            stack.push_async_callback(deadline_thread.run, server.cleanup)
-            background.append(deadline_thread.run(webhook.maintain))
+            server = await webhook_thread.run(webhook.start, options.webhook_port)
+            stack.push_async_callback(webhook_thread.run, server.cleanup)
+            background.append(webhook_thread.run(webhook.maintain))
         async with _BackgroundTasks(background):
             leadership = Leadership(deadline_thread, _lease(deadline_cluster, options, heartbeats))
             code = await _lead(cluster, leadership, options, heartbeats, metrics, stop)
             if webhook is not None:
-                await deadline_thread.run(webhook.withdraw)
+                await webhook_thread.run(webhook.withdraw)
             return code
 
 
@@ -154,12 +158,10 @@ def _lease(deadline_cluster: Cluster, options: Options, heartbeats: Heartbeats) 
     )
 
 
-def _webhook(deadline_cluster: Cluster, options: Options) -> Webhook | None:
-    if options.webhook_port == 0:
-        return None
+def _webhook(cluster: Cluster, options: Options) -> Webhook:
     return Webhook(
-        deadline_cluster,
-        Nodes(deadline_cluster),
+        cluster,
+        Nodes(cluster),
         namespace=options.operator_namespace,
         service=options.service_name,
         secret=options.webhook_secret_name,

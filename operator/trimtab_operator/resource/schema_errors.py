@@ -10,26 +10,37 @@ from typing import get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from trimtab_operator.resource.limits import MAX_FINDINGS, shorten
 from trimtab_operator.resource.patterns import EXAMPLES, HUB_SCHEME, MODEL_URI
+
+MAX_QUOTED_LENGTH = 128  # characters of a value or name that a message repeats
 
 
 def schema_errors(error: ValidationError, root: type[BaseModel]) -> list[tuple[str, str]]:
-    """Return pairs of a field, as written below `spec`, and its error message. `root` is the validated model."""
+    """Return pairs of a field, as written below `spec`, and its error message. `root` is the validated model.
+
+    At most MAX_FINDINGS are returned, and one more that counts the others.
+    """
     found = []
-    for entry in error.errors(include_url=False):
+    for entry in error.errors(include_url=False)[:MAX_FINDINGS]:
         path = "spec"
         for part in entry["loc"]:
-            path += f"[{part}]" if isinstance(part, int) else f".{part}"
+            path += f"[{part}]" if isinstance(part, int) else f".{shorten(part, most=MAX_QUOTED_LENGTH)}"
         if entry["type"] == "extra_forbidden":
             meant = _meant(path, root)
             hint = f"did you mean {meant}? " if meant else ""
             found.append((path, f"unknown field: {hint}`kubectl explain infd.spec --recursive` lists all fields"))
         elif entry["type"] == "string_pattern_mismatch":
-            found.append((path, _about_form(entry["ctx"]["pattern"], entry["input"])))
+            given = shorten(entry["input"], most=MAX_QUOTED_LENGTH)
+            found.append((path, _about_form(entry["ctx"]["pattern"], given)))
         else:
             given = entry.get("input")
+            given = shorten(given, most=MAX_QUOTED_LENGTH) if isinstance(given, str) else given
             hint = _about_quotes(entry["type"], given) or _about_type(entry["type"], given, path, root)
-            found.append((path, entry["msg"] + hint))
+            found.append((path, shorten(entry["msg"] + hint)))
+    omitted = error.error_count() - len(found)
+    if omitted:
+        found.append(("spec", f"{omitted:,} more errors are not listed"))
     return found
 
 

@@ -19,6 +19,7 @@ from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
+from trimtab_operator.resource.limits import size_error
 from trimtab_operator.resource.patterns import (
     DNS_LABEL,
     DURATION,
@@ -378,7 +379,10 @@ class ScalingRules(Model):
         "Disabled: no scaling in this direction.",
     )
     policies: tuple[ScalingPolicy, ...] | None = Field(
-        default=None, min_length=1, max_length=16, description="Rate limits. Default: none."
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="Rate limits. Default: up, 4 replicas or 100 percent in 15 s; down, none.",
     )
 
 
@@ -793,6 +797,9 @@ class InferenceDeployment:
         """
         metadata = body.get("metadata") or {}
         annotations = metadata.get("annotations") or {}
+        too_large = size_error(body.get("spec"))
+        if too_large is not None:
+            raise InvalidSpec(f"spec: {too_large}")
         text = json.dumps(body.get("spec") or {})
         try:
             spec = _spec_again(text) if len(text) <= MAX_KEPT_TEXT else _spec(text)

@@ -31,15 +31,21 @@ from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.actions import Apply, Event
 from trimtab_operator.observed.drift import plan_applies
-from trimtab_operator.observed.groups import Group, ObservedChildren, revision_label
+from trimtab_operator.observed.groups import Group, ObservedChildren
 from trimtab_operator.observed.phases import EngineView, phase_of
-from trimtab_operator.observed.terminations import NO_TERMINATION_MESSAGE, last_termination_message, num_terminations
+from trimtab_operator.observed.terminations import NO_TERMINATION_MESSAGE, last_termination_message, num_crashes
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.signed_text import sign, verify
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import parse_time
+from trimtab_operator.rollout.crash_evidence import (
+    count_crashes,
+    crashes_per_pod_hour,
+    find_crash_evidence,
+    own_pods,
+)
 from trimtab_operator.rollout.surge import NoSurgeRoom, allowed_surge, surge_obstacle
 from trimtab_operator.validation.rules import validation_errors
 
@@ -48,7 +54,6 @@ CONFIGURATION_ERROR_EXIT_CODE = 2
 MAX_KEPT_TEXTS = 1024
 SIGNED_KIND = "rollout"  # kind of the signed text
 WATCH_SECONDS = 3600.0  # later crashes are not attributed to the change
-MIN_CRASHES_TO_ROLL_BACK = 3  # within WATCH_SECONDS; the tuner resets its own values after the first
 UNSTORED_ATTEMPT_SECONDS = 60.0  # younger attempts are not stored: most succeed or are edited by then
 MIN_REFUSED_STARTS = 3  # so many terminations are not the node's fault, and waiting does not help
 REPLICA_FIELDS = ("replicas", "priority", "scaling")  # always taken from the latest spec
@@ -76,8 +81,7 @@ class RevisionSpec:
 class RolloutAttempt:
     """A change that is being rolled out since Unix time `since`.
 
-    `ready_since` is when its first replica became Ready, None before. `terminations` counts engine terminations by
-    then.
+    `ready_since` is when its first replica became Ready, None before. `terminations` counts engine crashes by then.
     """
 
     change: str
@@ -88,10 +92,14 @@ class RolloutAttempt:
 
 @dataclass(frozen=True, slots=True)
 class PostRolloutWatch:
-    """When the newest known-good revision was verified (Unix time), and the number of engine terminations by then."""
+    """When the newest known-good revision was verified (Unix time), and the number of engine crashes by then.
+
+    `former_rate` is the number of crashes per pod and hour of the revision before it; None if unknown.
+    """
 
     since: float
     terminations: int
+    former_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +335,7 @@ def decide_rollout_step(
     rolled_back = state.rolled_back
     if rolled_back is not None and rolled_back.change == change and known_good_revision is not None:
         return RolloutStep(replace(state, attempt=None), uses_known_good=True)
+    groups = tuple(groups)
     updated = [group for group in groups if group.revision == revision]
     kept = RolloutState(state.known_good, previous=state.previous, watch=state.watch)
     serves = any(group.is_ready and layouts.get(group.name) == Degrees.wanted(deployment.spec) for group in updated)
@@ -340,7 +349,7 @@ def decide_rollout_step(
     if attempt is None or attempt.change != change:
         attempt = RolloutAttempt(change, now if attempt is not None else _attempt_start(updated, deployment, now))
     if serves and attempt.ready_since is None:
-        attempt = replace(attempt, ready_since=now, terminations=_count_terminations(updated))
+        attempt = replace(attempt, ready_since=now, terminations=count_crashes(updated))
     bake = bake_seconds(deployment) if known_good_revision is not None else 0.0
     has_baked = attempt.ready_since is not None and now - attempt.ready_since >= bake
     why = _failure_reason(updated, layouts, attempt, deployment, now) if not serves or bake else None
@@ -349,13 +358,9 @@ def decide_rollout_step(
         bake_time = deployment.spec.rollout.bake_time
         why = f"{first} is worse than the other replicas after {bake_time} of serving: {regression}"
     if why is None and serves and has_baked:
-        return RolloutStep(
-            RolloutState(
-                revision_spec_of(deployment),
-                previous=state.known_good,
-                watch=PostRolloutWatch(now, _count_terminations(updated)),
-            )
-        )
+        former = [group for group in groups if group.revision == known_good_revision]
+        watch = PostRolloutWatch(now, count_crashes(updated), crashes_per_pod_hour(former, now))
+        return RolloutStep(RolloutState(revision_spec_of(deployment), previous=state.known_good, watch=watch))
     kept = replace(kept, attempt=attempt)
     if why is None:
         return RolloutStep(kept, canary_message=_canary_message(updated, deployment) if bake and serves else None)
@@ -371,7 +376,7 @@ def unstored_attempt_seconds(deployment: InferenceDeployment) -> float:
 
 def _attempt_start(updated: Iterable[Group], deployment: InferenceDeployment, now: float) -> float:
     """Return when an unremembered change began: with its first pod, but not before it would have been stored."""
-    made = (parse_time(pod["metadata"].get("creationTimestamp")) for group in updated for pod in _own_pods(group))
+    made = (parse_time(pod["metadata"].get("creationTimestamp")) for group in updated for pod in own_pods(group))
     first = min((moment.timestamp() for moment in made if moment is not None), default=now)
     return min(now, max(first, now - unstored_attempt_seconds(deployment)))
 
@@ -389,22 +394,19 @@ def _check_watch(state: RolloutState, change: str, updated: list[Group], now: fl
     watch = state.watch
     if watch is None or state.previous is None or now - watch.since > WATCH_SECONDS:
         return RolloutStep(state)
-    crashes = _count_terminations(updated) - watch.terminations
-    if crashes < MIN_CRASHES_TO_ROLL_BACK:
+    found = find_crash_evidence(updated, since=watch.since, known=watch.terminations, rate=watch.former_rate, now=now)
+    if not found.is_regression:
         return RolloutStep(state)
     minutes = (now - watch.since) / 60
-    message = _last_message(updated)
-    why = f"its engines terminated {crashes} times in {minutes:.0f} minutes after it was verified: {message}"
+    why = (
+        f"its engines terminated {found.crashes} times in {minutes:.0f} minutes after it was verified; "
+        f"{found.expected:.1f} times were expected at the former revision's rate: {_last_message(updated)}"
+    )
     return RolloutStep(RolloutState(state.previous, rolled_back=RolledBackChange(change, why)))
 
 
-def _count_terminations(updated: Iterable[Group]) -> int:
-    """Return how often engines of these groups' revision terminated in the present pods."""
-    return sum(num_terminations(pod) for group in updated for pod in _own_pods(group))
-
-
 def _last_message(updated: Iterable[Group]) -> str:
-    ended = [pod for group in updated for pod in _own_pods(group) if num_terminations(pod)]
+    ended = [pod for group in updated for pod in own_pods(group) if num_crashes(pod)]
     return last_termination_message(ended[0]) if ended else NO_TERMINATION_MESSAGE
 
 
@@ -427,10 +429,10 @@ def _failure_reason(
     now: float,
 ) -> str | None:
     """Return why the change failed, or None if it has not."""
-    refused = next((group for group in updated if any(map(_rejects_configuration, _own_pods(group)))), None)
+    refused = next((group for group in updated if any(map(_rejects_configuration, own_pods(group)))), None)
     if refused is not None:
         return f"{refused.name} does not start: {_obstacle(refused, layouts)}"
-    if attempt.ready_since is not None and _count_terminations(updated) > attempt.terminations:
+    if attempt.ready_since is not None and count_crashes(updated) > attempt.terminations:
         return (
             f"its engine terminated {now - attempt.ready_since:.0f} s after it became Ready: {_last_message(updated)}"
         )
@@ -448,11 +450,6 @@ def _obstacle(group: Group, layouts: Mapping[str, Degrees]) -> str:
     if phase == "Ready":
         return f"its engine runs another layout: {layouts.get(group.name)}"
     return message or {"Loading": "it is still loading", "Pending": "its pod is not running"}.get(phase, phase.lower())
-
-
-def _own_pods(group: Group) -> tuple[Manifest, ...]:
-    """Return the pods of the group's revision; others say nothing about it."""
-    return tuple(pod for pod in group.pods if revision_label(pod) == group.revision)
 
 
 def _rejects_configuration(pod: Manifest) -> bool:
@@ -524,7 +521,7 @@ def from_text(text: str | None, *, key: str, former_key: str | None = None) -> R
             if surge_obstacle is None
             else NoSurgeRoom(str(surge_obstacle["change"]), str(surge_obstacle["message"])),
             _parse_revision_spec(found.get("previous")),
-            None if watch is None else PostRolloutWatch(float(watch["since"]), int(watch["terminations"])),
+            None if watch is None else _parse_watch(watch),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return RolloutState()
@@ -534,6 +531,11 @@ def _parse_revision_spec(data: Mapping[str, Any] | None) -> RevisionSpec | None:
     if data is None:
         return None
     return RevisionSpec(str(data["spec"]), data["image"], data.get("restarted_at"), data.get("commit"))
+
+
+def _parse_watch(data: Mapping[str, Any]) -> PostRolloutWatch:
+    rate = data.get("former_rate")
+    return PostRolloutWatch(float(data["since"]), int(data["terminations"]), None if rate is None else float(rate))
 
 
 def _parse_attempt(data: Mapping[str, Any]) -> RolloutAttempt:

@@ -75,9 +75,36 @@ class TunerOutput:
 
 
 def decide(snapshots: Iterable[ReplicaSnapshot], state: TunerState, settings: Settings, now: float) -> TunerOutput:
-    """Run one tuner step. `now` is Unix time; `snapshots` has one entry per replica."""
-    now = float(now)
-    timeouts = FaultTimeouts.for_tick(max(settings.pace.tick_seconds, settings.pace.sample_seconds))
+    """Run one tuner step. `now` is Unix time; `snapshots` has one entry per replica.
+
+    Numbers of engines are bounded by `observation.faults`. If a calculation fails nevertheless, all values stay: the
+    other work of the iteration (healing, rollouts) does not depend on the tuner.
+    """
+    try:
+        return _decide(snapshots, state, settings, float(now))
+    except (ArithmeticError, ValueError) as error:
+        message = f"the reported numbers cannot be evaluated ({type(error).__name__}: {error}); all values stay"
+        held = Condition(False, Reason.METRICS_INCONSISTENT, message)
+        return TunerOutput(
+            replace(state, tracks={}),
+            held,
+            Condition(False, Reason.METRICS_UNAVAILABLE, message),
+            replicas=_held_count(state, settings),
+            objectives=settings.objectives,
+        )
+
+
+def _held_count(state: TunerState, settings: Settings) -> int | None:
+    """Return the requested count within the bounds of the spec; None if `spec.replicas` sets it."""
+    scaling = settings.scaling
+    if scaling is None:
+        return None
+    count = scaling.min_replicas if state.scaling.desired is None else state.scaling.desired
+    return max(scaling.min_replicas, min(scaling.max_replicas, count))
+
+
+def _decide(snapshots: Iterable[ReplicaSnapshot], state: TunerState, settings: Settings, now: float) -> TunerOutput:
+    timeouts = FaultTimeouts.for_tick(settings.pace.sampling_seconds)
     observation, tracks = observe(state.tracks, snapshots, now=now, timeouts=timeouts)
     state = replace(_apply_spec_changes(state, settings, observation, now), tracks=tracks)
     state, bounds_decisions = _with_count_in_bounds(state, settings, observation, now)

@@ -63,6 +63,11 @@ class Pace:
     least_requests: int = 30  # needed to judge attainment
     crash_budget: int = 2  # crashes above the start values before memory is not raised any more
 
+    @property
+    def sampling_seconds(self) -> float:
+        """Expected interval of new samples."""
+        return max(self.tick_seconds, self.sample_seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -244,7 +244,7 @@ def test_nan_fails_its_request_and_invalidates_blocks(
 ) -> None:
     engine = an_engine(llama[0], load_format="auto", max_num_batched_tokens=40)
     is_number = iter([False, True, True, True])
-    monkeypatch.setattr(engine_module, "is_number", lambda row: next(is_number))
+    monkeypatch.setattr(engine_module, "is_finite", lambda row: next(is_number))
     steps: list[StepStats] = []
     outputs = serve(engine, [to_pool("wrong", PROMPTS[4], MEAN), to_pool("right", PROMPTS[2], MEAN)], steps)
     (failed,) = outputs["wrong"]

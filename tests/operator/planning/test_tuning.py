@@ -9,11 +9,17 @@ from operator_builders import a_deployment
 from operator_cluster import TOKEN, FakeCluster
 from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.planning.objectives import objectives_of
-from trimtab_operator.planning.tuning import dump_tuner_state, load_tuner_state, settings_of
+from trimtab_operator.planning.tuning import (
+    DEFAULT_SCALE_UP,
+    dump_tuner_state,
+    load_tuner_state,
+    scaling_of,
+    settings_of,
+)
 from trimtab_operator.tuner.engine_model import Allowance
 from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
 from trimtab_operator.tuner.parameters import Parameter
-from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit
+from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Select, Unit, limit_change
 from trimtab_operator.tuner.settings import Bounds, Mode, Scaling, Seasonal
 from trimtab_operator.tuner.state import TunerState
 
@@ -84,7 +90,9 @@ def test_scaling_behavior_maps_to_rules() -> None:
             Rules(0.0, Select.MAX, (Policy(Unit.PERCENT, 50, 30.0),)),
         ),
     )
-    assert settings_of(a_deployment(scaling={"maxReplicas": 6}).spec).scaling == Scaling(1, 6)
+    assert settings_of(a_deployment(scaling={"maxReplicas": 6}).spec).scaling == Scaling(
+        1, 6, Behavior(Rules(policies=DEFAULT_SCALE_UP))
+    )
     assert settings_of(a_deployment().spec).scaling is None
 
 
@@ -144,3 +152,19 @@ def test_oom_above_start_value_resets_and_pins_it() -> None:
     assert turned.state.tuner.applied[Parameter.GPU_MEMORY_UTILIZATION] == 0.74
     assert [(pin.parameter, pin.limit) for pin in turned.state.tuner.pins] == [(Parameter.GPU_MEMORY_UTILIZATION, 0.74)]
     assert cluster.engines[leader["metadata"]["uid"]].values[Parameter.GPU_MEMORY_UTILIZATION] == 0.74
+
+
+@pytest.mark.parametrize(
+    ("written", "first"),
+    [
+        (None, 5),  # four more
+        ({"scaleUp": {"stabilizationWindowSeconds": 30}}, 5),
+        ({"scaleUp": {"policies": [{"type": "Pods", "value": 9, "periodSeconds": 60}]}}, 10),
+    ],
+)
+def test_scale_up_is_limited_by_default(written: dict[str, Any] | None, first: int) -> None:
+    spec = a_deployment(scaling={"minReplicas": 1, "maxReplicas": 40, "behavior": written}).spec
+    found = scaling_of(spec.scaling)
+    assert found is not None
+    assert limit_change(found.behavior, 1, 40, [], now=0.0) == first
+    assert limit_change(found.behavior, 40, 1, [], now=0.0) == 1

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.planning.admission import validation_messages
+from trimtab_operator.resource.limits import MAX_FINDINGS
 from trimtab_operator.resource.schema_errors import schema_errors
 from trimtab_operator.resource.spec import InferenceDeployment, Spec
 
@@ -73,3 +74,25 @@ def test_a_misspelt_or_misplaced_field_is_told_what_it_was_meant_to_be(spec: dic
     with pytest.raises(ValidationError) as error:
         Spec.model_validate({"model": {"uri": "file:///models/x"}, **spec}, by_alias=True, by_name=False)
     assert told in "; ".join(f"{field}: {message}" for field, message in schema_errors(error.value, Spec))
+
+
+def test_schema_errors_are_capped() -> None:
+    spec = {"model": {"uri": "file:///models/x"}, **{f"unknown{number}": "x" * 100_000 for number in range(100)}}
+    with pytest.raises(InvalidSpec) as error:
+        InferenceDeployment.parse({"spec": spec})
+    assert len(error.value.findings) == MAX_FINDINGS + 1
+    assert error.value.findings[-1] == "spec: 80 more errors are not listed"
+    assert len(str(error.value)) < 32_768
+
+
+def nested(depth: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for _ in range(depth):
+        made = {"a": made}
+    return made
+
+
+@pytest.mark.parametrize("overlay", [{f"a{number}": 1 for number in range(30_000)}, {"a": [1] * 30_000}, nested(100)])
+def test_spec_beyond_size_limit_is_rejected(overlay: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpec, match=r"has more than 20,000 values|is nested more than 64 levels"):
+        InferenceDeployment.parse({"spec": {"model": {"uri": "file:///models/x"}, "template": {"spec": overlay}}})

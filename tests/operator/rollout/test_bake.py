@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from operator_builders import a_deployment
 from operator_cluster import TICK_SECONDS, TOKEN, FakeCluster
+from trimtab_operator.rollout.crash_evidence import MIN_CRASHES
 from trimtab_operator.rollout.rollback import (
-    MIN_CRASHES_TO_ROLL_BACK,
     WATCH_SECONDS,
     PostRolloutWatch,
     RevisionSpec,
@@ -228,7 +228,7 @@ def test_crash_loop_after_bake_rolls_back(
     cluster.settle()
     assert state_of(cluster).previous == previous
     cluster.now += WATCH_SECONDS / 2
-    crash(cluster, cluster.groups[0].name, MIN_CRASHES_TO_ROLL_BACK - 1)
+    crash(cluster, cluster.groups[0].name, MIN_CRASHES - 1)
     cluster.settle()
     assert old not in cluster.revisions
     crash(cluster, cluster.groups[0].name)
@@ -238,6 +238,33 @@ def test_crash_loop_after_bake_rolls_back(
     cluster.restart_operator()
     cluster.settle()
     assert set(cluster.revisions) == {old}, "it is remembered until something changes"
+
+
+def test_unrelated_crashes_of_large_fleet_do_not_roll_back() -> None:
+    """Each of three replicas of 24 loses its engine once within an hour, as at any revision."""
+    cluster = settled(24, maxSurge=0, maxUnavailable=24)
+    until_first_is_ready(cluster)
+    cluster.settle()
+    revisions = set(cluster.revisions)
+    assert len(revisions) == 1
+    for number in range(3):
+        cluster.now += WATCH_SECONDS / 5
+        crash(cluster, cluster.groups[number].name)
+        cluster.settle()
+    assert set(cluster.revisions) == revisions
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_crashes_of_many_replicas_roll_back() -> None:
+    cluster = settled(4)
+    until_first_is_ready(cluster)
+    cluster.settle()
+    revisions = set(cluster.revisions)
+    for group in [group.name for group in cluster.groups[:3]]:
+        crash(cluster, group)
+    cluster.settle()
+    assert set(cluster.revisions) != revisions
+    assert "its engines terminated 3 times" in cluster.condition("Degraded")["message"]
 
 
 def test_crashes_long_after_change_do_not_roll_back() -> None:
@@ -269,6 +296,6 @@ def test_a_time_that_cannot_be_is_refused_by_name(text: str) -> None:
 def test_rollout_state_round_trips() -> None:
     form = RevisionSpec("{}", None, "now")
     state = RolloutState(
-        form, RolloutAttempt("c", 1.0, 2.0, 3), None, NoSurgeRoom("c", "full"), form, PostRolloutWatch(4.0, 5)
+        form, RolloutAttempt("c", 1.0, 2.0, 3), None, NoSurgeRoom("c", "full"), form, PostRolloutWatch(4.0, 5, 0.25)
     )
     assert from_text(to_text(state, key=TOKEN), key=TOKEN) == state

@@ -1,5 +1,7 @@
 """Safety rules: bounds, crashes, device memory of other processes, and per-engine limits."""
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -228,3 +230,48 @@ def test_engine_with_old_start_value_is_not_raised() -> None:
     state = TunerState(starts={**PARAMETERS, UTILIZATION: 0.8})
     (after,) = run_ticks(state, AUTO, [serving(100.0)])
     assert after.state.raised == {}
+
+
+EXTREMES = (0.0, 1e-300, 1.0, 1e15, 1e300, math.inf, math.nan, -1.0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_numbers_of_engines_never_raise(seed: int) -> None:
+    """Whatever one engine reports, the iteration ends with a result: pods of the resource are still replaced."""
+    rng = random.Random(seed)
+    settings = Settings(Mode.AUTO, scaling=Scaling(1, 6))
+    state = TunerState(applied={Parameter.GPU_MEMORY_UTILIZATION: 0.9}, starts={Parameter.GPU_MEMORY_UTILIZATION: 0.8})
+    for tick in range(30):
+        at = 1000.0 + 15.0 * tick
+        sample = make_sample(at)
+        for part in ("counters", "gauges"):
+            numbers = getattr(sample, part)
+            names = [name for name in numbers.__slots__ if isinstance(getattr(numbers, name), float)]
+            changed = {name: rng.choice(EXTREMES) for name in names if rng.random() < 0.1}
+            sample = replace(sample, **{part: replace(numbers, **changed)})
+        snapshot = make_replica_snapshot(sample=sample)
+        assert snapshot.ledger is not None
+        sizes = {name: rng.choice((0, 1, 10**15, 10**400)) for name in ("device_bytes", "free_bytes", "blocks_total")}
+        if rng.random() < 0.3:
+            snapshot = replace(snapshot, ledger=replace(snapshot.ledger, **sizes))
+        outcome = decide([snapshot, serving(at, "m-1")], state, settings, at)
+        state = outcome.state
+        assert outcome.replicas is not None
+        assert 1 <= outcome.replicas <= 6
+        to_json(state)
+
+
+@pytest.mark.parametrize("error", [OverflowError("too large"), ZeroDivisionError("by zero"), ValueError("nan")])
+def test_failed_calculation_keeps_values(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    state = decide([serving(0.0)], TunerState(), Settings(Mode.AUTO, scaling=Scaling(1, 6)), 0.0).state
+    monkeypatch.setattr("trimtab_operator.tuner.decide.with_observation", fail)
+    outcome = decide([serving(15.0)], state, Settings(Mode.AUTO, scaling=Scaling(1, 6)), 15.0)
+    assert outcome.replicas == state.scaling.desired == 1
+    assert (outcome.metrics_available.ok, outcome.metrics_available.reason) == (False, Reason.METRICS_INCONSISTENT)
+    assert str(error) in outcome.metrics_available.message
+    assert not outcome.patches
+    monkeypatch.undo()
+    assert decide([serving(30.0)], outcome.state, Settings(Mode.AUTO), 30.0).metrics_available.ok

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 KEEP_SECONDS = 6 * 3600.0
 RECENT_SECONDS = 3600.0  # in which every point is kept; older ones are only used for the highest rate
+CLOCK_STEP_SECONDS = 60.0  # more than samples of several replicas differ in time
 MOST_QUIET_SECONDS = 300.0  # that one older point without arrivals covers
 QUIET_BEFORE_SECONDS = 120.0  # of points kept before arrivals: a one-minute rate may begin with them
 THINNED_EVERY = 64  # points
@@ -49,14 +50,21 @@ class Demand:
     points: tuple[Point, ...] = ()
 
     def with_point(self, point: Point) -> Demand:
-        """Return the demand with one more sample."""
-        if point.seconds <= 0 or (self.points and point.at <= self.points[-1].at):
+        """Return the demand with one more sample. Points move with a clock that was set back."""
+        if point.seconds <= 0:
+            return self
+        if self.points and self.points[-1].at - point.at > CLOCK_STEP_SECONDS:
+            return self._shifted(point.at - point.seconds - self.points[-1].at).with_point(point)
+        if self.points and point.at <= self.points[-1].at:
             return self
         first = 0
         while first < len(self.points) and self.points[first].at < point.at - KEEP_SECONDS:
             first += 1
         points = (*self.points[first:], point)
         return replace(self, points=_merge_idle_points(points) if len(points) % THINNED_EVERY == 0 else points)
+
+    def _shifted(self, seconds: float) -> Demand:
+        return replace(self, points=tuple(replace(point, at=point.at + seconds) for point in self.points))
 
     def rate(self, seconds: float, *, until: float | None = None) -> float | None:
         """Return requests a second over the last `seconds`; None without observations."""
@@ -232,7 +240,7 @@ class Growth:
             if observed is not None and observed > 0:
                 cases.append(replace(case, error=math.log(observed / case.rate)))
         kept = tuple(case for case in cases if case.at > now - LEARN_SECONDS)
-        return Growth(self.open[len(due) :], kept)
+        return Growth(tuple(case for case in self.open if case.at + OBSERVED_SECONDS / 2 > now), kept)
 
     def quantile(self, share: float, *, prior_sd: float, trend: float = 0.0) -> float:
         """Return the factor that the observed rate exceeded in 1 − `share` of the cases with such a trend.

@@ -109,7 +109,7 @@ def zero_sample(sample: Sample, at: float) -> Sample:
         decode=None if counters.decode is None else Work(),
         prefill=None if counters.prefill is None else Work(),
     )
-    return Sample(at, zero, sample.gauges)
+    return Sample(at, zero, sample.gauges, ranks=sample.ranks)
 
 
 def _has_reset(old: Counters, new: Counters) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.moves import Reason
-from trimtab_operator.tuner.observation.faults import Finding, find_contradiction, has_generation_mismatch
+from trimtab_operator.tuner.observation.faults import (
+    Finding,
+    find_contradiction,
+    find_missing_rank,
+    has_generation_mismatch,
+    has_unexplained_arrivals,
+)
 from trimtab_operator.tuner.observation.interval import Interval, interval_between, zero_sample
 from trimtab_operator.tuner.samples import Counters, Phase, ReplicaSnapshot, Sample
 
@@ -62,8 +68,14 @@ class Track:
         if snapshot.sample is None or snapshot.config is None or snapshot.ledger is None:
             return track, Finding(snapshot.problem_reason, snapshot.problem or "the metrics could not be read"), False
         sample = snapshot.sample
-        wrong = find_contradiction(sample, snapshot.ledger, now=now)
+        wrong = find_contradiction(sample, snapshot.ledger, snapshot.config, now=now)
+        if wrong is None and track.last is not None:
+            wrong = find_missing_rank(track.last, sample)
         if wrong is not None:
+            return track, Finding(Reason.METRICS_INCONSISTENT, wrong), False
+        if track.last is not None and track.last.at < sample.at and has_unexplained_arrivals(track.last, sample):
+            track = replace(track, last=sample, moved_at=now)  # the next interval begins after the jump
+            wrong = "more requests arrived than ended or are in flight"
             return track, Finding(Reason.METRICS_INCONSISTENT, wrong), False
         track, is_new = track._with_zero_start(snapshot, now)._with_sample(sample, now)
         if now - sample.at > timeouts.stale_seconds:
@@ -107,6 +119,8 @@ class Track:
             if last.at - sample.at > CLOCK_STEP_SECONDS and now >= sample.at:
                 return replace(self, last=sample, intervals=(), moved_at=now), False
             return self, False
+        if last.ranks and sample.ranks - last.ranks:
+            return replace(self, last=sample, moved_at=now), False  # a new series counts from its first value
         interval = interval_between(last, sample)
         moved = self.moved_at
         if interval is None or has_moved(last.counters, sample.counters) or not _has_requests(sample):

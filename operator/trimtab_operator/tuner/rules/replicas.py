@@ -22,6 +22,7 @@ from trimtab_operator.tuner.rules.pressure import FULL, peak_usage
 from trimtab_operator.tuner.samples import Phase
 from trimtab_operator.tuner.scaling.control_law import (
     LEVEL_SECONDS,
+    MAX_SAMPLE_GAP_SECONDS,
     Need,
     ScalingState,
     awaited_initial_replicas,
@@ -42,6 +43,7 @@ MOST_UNSURE = 0.5  # of a capacity: maximum deduction for few known lengths
 UNPLACED_SECONDS = 30.0  # by then the scheduler has tried a pod several times
 LOST_COLD_STARTS = 4.0  # factor of the usual start-up time after which a starting replica is not waited for
 LEAST_LOST_SECONDS = 600.0
+GAP_SAMPLES = 3.0  # missing samples in a row that are a gap
 
 Capacity = Callable[[int], float]
 """Requests a second that this many replicas hold."""
@@ -105,6 +107,7 @@ def choose_replicas(
         holds_load=partial(_holds_requests_in_flight, situation),
         initial_replicas=initial_replicas,
         later=_needed_later(ahead, need, capacity, least=least, most=most),
+        max_gap_seconds=max(MAX_SAMPLE_GAP_SECONDS, GAP_SAMPLES * settings.pace.sampling_seconds),
     )
     if target == current:
         return Chosen(target, kept)

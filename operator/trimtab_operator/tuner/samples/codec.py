@@ -34,8 +34,12 @@ def to_json(snapshots: tuple[ReplicaSnapshot, ...], *, now: float) -> str:
     return json.dumps(
         {"version": SNAPSHOTS_VERSION, "now": now, "snapshots": [asdict(snapshot) for snapshot in snapshots]},
         separators=(",", ":"),
-        default=str,
+        default=_encode,
     )
+
+
+def _encode(value: object) -> object:
+    return sorted(value) if isinstance(value, frozenset) else str(value)
 
 
 def from_json(text: str) -> tuple[tuple[ReplicaSnapshot, ...], float]:
@@ -122,6 +126,7 @@ def _sample(data: Mapping[str, Any]) -> Sample:
             tuple(Unfinished(**_numbers(row)) for row in requests["unfinished"]),
             int(requests["missed"]),
         ),
+        ranks=frozenset((str(name), str(rank)) for name, rank in data.get("ranks", ())),
     )
 
 

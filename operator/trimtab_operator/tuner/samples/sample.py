@@ -172,6 +172,8 @@ class Sample:
     mean_itl: Histogram | None = None
     """Mean gap of each request."""
     requests: RequestUpdates | None = None
+    ranks: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False)
+    """Names of the summed series with the ranks that the page has of each; empty if unknown."""
 
     def repeated(self) -> Sample:
         """Return the same numbers without requests, which are reported only once."""

@@ -37,6 +37,8 @@ BLOCKED = "trimtab_blocked_seconds_total"
 GENERATION = ("trimtab_config_generation",)
 WAITING_TOKENS = ("trimtab_waiting_tokens",)
 OLDEST = ("trimtab_oldest_waiting_seconds",)
+RANKED = (RUNNING, WAITING, GENERATED, PROMPT, FINISHED, ARRIVED, ARRIVED_TOKENS)
+"""Families that are compared between pages."""
 DECODE_KINDS = ("decode",)
 PREFILL_KINDS = ("prefill", "mixed")
 
@@ -73,7 +75,13 @@ def sample_of(series: Series, *, at: float, requests: RequestUpdates | None = No
         itl=histogram_of(series, ITL),
         mean_itl=histogram_of(series, MEAN_ITL),
         requests=requests,
+        ranks=_ranks(series),
     )
+
+
+def _ranks(series: Series) -> frozenset[tuple[str, str]]:
+    """Return the ranks of each summed counter: a sum over other ranks than before is not comparable with it."""
+    return frozenset((names[0], labels.get("engine", "")) for names in RANKED for labels, _ in _found(series, names))
 
 
 def _counters(series: Series) -> Counters:

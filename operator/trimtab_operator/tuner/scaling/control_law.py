@@ -3,8 +3,9 @@
 up       = the load not exceeded in `confidence` of the cases, one start-up ahead
 need     = the fewest replicas that hold it, plus replicas for an existing queue
 out      at once, to the need
-in       to the highest need of the hold time: one start-up and drain; three start-ups for bursty load; longer than the
-         last lull for a count whose scale-in was regretted; not within ten minutes after a scale-in that was reverted
+in       to the highest need of the hold time, all of which must have been observed: one start-up and drain; three
+         start-ups for bursty load; longer than the last lull for a count whose scale-in was regretted; not within ten
+         minutes after a scale-in that was reverted
 initial  the load that the initial replicas imply counts until as many are needed
 """
 
@@ -31,6 +32,7 @@ REGRET_SECONDS = 720.0  # scaling out this soon after scaling in is a regret (si
 REGRET_DECAY_SECONDS = 1800.0  # without regret, after which the hold time halves
 REVERSAL_COOLDOWN_SECONDS = 600.0  # no scale-in after a reversal: at most two reversals within it
 KEEP_WANTED_SECONDS = 3600.0
+MAX_SAMPLE_GAP_SECONDS = 60.0  # default; after a longer gap the load may have been anything, so windows begin again
 PRIOR_COLD_START_SECONDS = 120.0  # that Caution.prior_sd refers to
 LEVEL_SECONDS = 60.0  # window of the present rate
 QUICK_SECONDS = 30.0  # window in which a jump is detected
@@ -204,13 +206,16 @@ def decide_count(
     holds_load: Callable[[int], bool] = lambda count: True,
     initial_replicas: int | None = None,
     later: int | None = None,
+    max_gap_seconds: float = MAX_SAMPLE_GAP_SECONDS,
 ) -> tuple[int, ScalingState]:
     """Return the replica count to request and the new state.
 
     `current` includes starting replicas. `is_burst`: the load has just doubled within a start-up. `drain`: seconds that
     a replica takes to drain. `holds_load` returns whether fewer replicas would attain the objectives with the requests
-    in flight. `later`: replicas needed, by a proven forecast, until a removed one could serve again.
+    in flight. `later`: replicas needed, by a proven forecast, until a removed one could serve again. After more than
+    `max_gap_seconds` without a sample, windows begin again.
     """
+    state = _without_gap(state, now, max_gap_seconds)
     state = replace(
         state,
         initial_replicas=initial_replicas,
@@ -254,6 +259,32 @@ def decide_count(
         regretted=max(count, state.regretted or 0),
         last_in_at=None,
         last_in_from=None,
+    )
+
+
+def _without_gap(state: ScalingState, now: float, max_gap_seconds: float) -> ScalingState:
+    """Return the state without windows that a gap in the samples interrupts, so that only observed time counts.
+
+    A clock that was set back is a gap too. Times of the state move with it, as they would otherwise be in the future.
+    """
+    if not state.wanted:
+        return state
+    passed = now - state.wanted[-1][0]
+    if 0 <= passed <= max_gap_seconds:
+        return state
+
+    def shift(at: float | None) -> float | None:
+        return None if at is None else at + passed
+
+    state = replace(state, wanted=(), began_at=shift(state.began_at))
+    if passed > 0:
+        return state
+    return replace(
+        state,
+        events=tuple(replace(event, at=event.at + passed) for event in state.events),
+        last_in_at=shift(state.last_in_at),
+        regretted_at=shift(state.regretted_at),
+        burst_at=shift(state.burst_at),
     )
 
 

@@ -171,3 +171,17 @@ def test_thinned_points_give_the_same_results(
     assert thinned.dispersion() == whole.dispersion()
     assert thinned.trend() == whole.trend()
     assert math.fsum(point.seconds for point in thinned.points) == math.fsum(point.seconds for point in whole.points)
+
+
+def test_clock_set_back_keeps_new_points() -> None:
+    """A step back by an hour must not hide an hour of arrivals."""
+    demand = Demand()
+    for index in range(20):
+        demand = demand.with_point(Point(7200.0 + 15.0 * index, 15.0, 15.0))
+    for index in range(8):
+        demand = demand.with_point(Point(3600.0 + 15.0 * index, 15.0, 900.0))
+    assert demand.rate(60.0) == pytest.approx(60.0)
+    assert demand.points[-1].at == 3600.0 + 15.0 * 7
+    dates = [point.at for point in demand.points]
+    assert dates == sorted(dates)
+    assert demand.rate(300.0, until=3600.0 - 15.0) == pytest.approx(1.0)

@@ -1,13 +1,15 @@
 """Faults of a replica's metrics, and the reason that each gets."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.observation import Observation, ReplicaObservation, Track, observe
 from trimtab_operator.tuner.observation.track import FaultTimeouts
-from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
+from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot, Work
 from tuner_snapshots import make_replica_snapshot, make_sample
 
 TIMEOUTS = FaultTimeouts.for_tick(15.0)
@@ -188,3 +190,104 @@ def test_unreadable_replica_leaves_observation_incomplete() -> None:
     total = observation.total(seconds=60.0)
     assert total is not None
     assert total.seconds == 15.0
+
+
+RANKS = frozenset({("trimtab_arrived_requests_total", "0"), ("trimtab_arrived_requests_total", "1")})
+ONE_RANK = frozenset({("trimtab_arrived_requests_total", "0")})
+
+
+def ranked(at: float, ranks: frozenset[tuple[str, str]], **changes: Any) -> tuple[float, ReplicaSnapshot]:
+    """Return a snapshot of an engine with these ranks on its metrics page. Rank 1 has done a million requests more."""
+    done = 1e6 if ranks == RANKS else 0.0
+    sample = make_sample(at, arrived=done + at, finished=done + at, **changes)
+    return at, make_replica_snapshot(sample=replace(sample, ranks=ranks))
+
+
+def test_missing_rank_is_a_fault_and_its_return_no_traffic() -> None:
+    pages = [ranked(100.0, RANKS), ranked(115.0, ONE_RANK), ranked(130.0, ONE_RANK)]
+    seen = watched(*pages)
+    assert seen.finding is not None
+    assert seen.finding.fault is Reason.METRICS_INCONSISTENT
+    assert seen.finding.message == "the metrics page lacks trimtab_arrived_requests_total of rank 1"
+    seen = watched(*pages, ranked(145.0, RANKS))
+    assert seen.finding is None
+    assert [(part.seconds, part.arrived) for part in seen.intervals] == [(45.0, 45.0)]
+
+
+def test_appearing_rank_begins_with_its_first_value() -> None:
+    seen = watched(ranked(100.0, ONE_RANK), ranked(115.0, RANKS), ranked(130.0, RANKS))
+    assert [part.arrived for part in seen.intervals] == [15.0]
+    assert seen.is_trusted
+
+
+def test_restarted_engine_may_have_fewer_ranks() -> None:
+    at, snapshot = ranked(115.0, ONE_RANK)
+    seen = watched(ranked(100.0, RANKS), (at, replace(snapshot, restarts=1)))
+    assert seen.finding is None
+
+
+@pytest.mark.parametrize("glitch", [1e5, 1e9])
+def test_unexplained_arrivals_are_a_fault(glitch: float) -> None:
+    """A jump of one counter is no load: neither ended requests nor requests in flight explain it."""
+    pages = [*sampled(100.0, 115.0), (130.0, make_replica_snapshot(sample=make_sample(130.0, arrived=glitch + 130.0)))]
+    seen = watched(*pages)
+    assert seen.finding is not None
+    assert seen.finding.fault is Reason.METRICS_INCONSISTENT
+    assert not any((part.arrived or 0.0) > 1000.0 for part in seen.intervals)
+    seen = watched(*pages, (145.0, make_replica_snapshot(sample=make_sample(145.0, arrived=glitch + 145.0))))
+    assert seen.finding is None, "the jump happened once"
+    assert not any((part.arrived or 0.0) > 1000.0 for part in seen.intervals)
+
+
+def test_arrivals_that_wait_are_explained() -> None:
+    seen = watched(
+        *sampled(100.0), (115.0, make_replica_snapshot(sample=make_sample(115.0, arrived=5100.0, waiting=5000.0)))
+    )
+    assert seen.finding is None
+    assert seen.intervals[-1].arrived == 5000.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"generated_tokens": 1e300},
+        {"arrived": 1e17},
+        {"waiting": 1e300},
+        {"decode": Work(8, 32, 32, 3200, 1e300, 0.08)},
+        {"cached_prompt_tokens": math.nan},
+        {"aborted": -1.0},
+    ],
+)
+def test_absurd_numbers_are_a_fault(changes: dict[str, Any]) -> None:
+    seen = watched((100.0, make_replica_snapshot(sample=make_sample(100.0, **changes))))
+    assert seen.finding is not None
+    assert seen.finding.fault is Reason.METRICS_INCONSISTENT
+
+
+@pytest.mark.parametrize("field", ["device_bytes", "blocks_total", "block_size", "bytes_per_block", "free_bytes"])
+def test_absurd_ledger_is_a_fault(field: str) -> None:
+    snapshot = make_replica_snapshot(sample=make_sample(100.0))
+    assert snapshot.ledger is not None
+    seen = watched((100.0, replace(snapshot, ledger=replace(snapshot.ledger, **{field: 10**400}))))
+    assert seen.finding is not None
+    assert seen.finding.fault is Reason.METRICS_INCONSISTENT
+
+
+def test_absurd_configuration_is_a_fault() -> None:
+    snapshot = make_replica_snapshot(sample=make_sample(100.0), values={Parameter.MAX_NUM_SEQS: 10**400})
+    seen = watched((100.0, snapshot))
+    assert seen.finding is not None
+    assert seen.finding.fault is Reason.METRICS_INCONSISTENT
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        frozenset({("trimtab_arrived_requests_total", "")}),  # Prometheus drops the label
+        frozenset({("vllm:generation_tokens_total", "0")}),  # or the family
+    ],
+)
+def test_other_metrics_source_is_no_fault(other: frozenset[tuple[str, str]]) -> None:
+    seen = watched(ranked(100.0, ONE_RANK), ranked(115.0, other), ranked(130.0, ONE_RANK), ranked(145.0, ONE_RANK))
+    assert seen.finding is None
+    assert seen.intervals[-1].arrived == 15.0

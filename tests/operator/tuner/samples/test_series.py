@@ -109,3 +109,13 @@ def test_a_generation_that_is_no_whole_number_is_unreadable() -> None:
 def test_used_names_exclude_unread_series() -> None:
     assert "vllm:time_to_first_token_seconds_bucket" in USED_NAMES
     assert "vllm:request_prompt_tokens_bucket" not in USED_NAMES
+
+
+def test_series_of_each_counter_are_known_by_rank() -> None:
+    """A page that lacks one rank of one counter differs from a complete page."""
+    page = NEEDED + NEEDED.replace('engine="0"', 'engine="1"')
+    page += 'trimtab_arrived_requests_total{engine="0"} 5\ntrimtab_arrived_requests_total{engine="1"} 6\n'
+    whole = sample_of(series(page), at=0).ranks
+    partial = sample_of(series(page.replace('trimtab_arrived_requests_total{engine="1"} 6\n', "")), at=0).ranks
+    assert whole - partial == {("trimtab_arrived_requests_total", "1")}
+    assert partial < whole

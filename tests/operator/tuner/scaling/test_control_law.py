@@ -345,3 +345,69 @@ def test_windows_start_with_present_count_after_restart() -> None:
 def test_behavior_rate_limits_apply() -> None:
     slow = Behavior(up=Rules(policies=(Policy(Unit.PODS, 1, 60.0),)))
     assert run_counts([9] * 9, behavior=slow) == [3, 3, 3, 3, 4, 4, 4, 4, 5]
+
+
+def run_times(
+    times: list[float], needs: list[int], *, start: int, behavior: Behavior | None = None
+) -> list[tuple[int, ScalingState]]:
+    """Return the counts and states of samples at these times."""
+    state, count, found = ScalingState(), start, []
+    for now, need in zip(times, needs, strict=True):
+        count, state = decide_count(
+            state, need, count, now=now, cold_start=COLD, may_lower=True, behavior=behavior or Behavior()
+        )
+        found.append((count, state))
+    return found
+
+
+@pytest.mark.parametrize("gap", [400.0, 86_400.0, -3600.0])
+def test_gap_in_samples_restarts_hold(gap: float) -> None:
+    """The gap is an outage, a pause, or a step of the clock in either direction."""
+    times = [15.0 * index for index in range(60)]
+    times += [times[-1] + gap + 15.0 * index for index in range(40)]
+    counts = [count for count, _ in run_times(times, [4] * 60 + [1] * 40, start=4)]
+    assert set(counts[:60]) == {4}
+    first_in = next(index for index, count in enumerate(counts) if count < 4)
+    assert times[first_in] - times[60] >= HOLD_COLD_STARTS * COLD
+    assert counts[-1] == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_scale_in_needs_observed_hold(seed: int) -> None:
+    """Property: at every scale-in, samples without a gap showed a low need for the whole hold time."""
+    rng = random.Random(seed)
+    times, now = [], 1e6
+    for _ in range(500):
+        steps = ([10.0], [15.0], [90.0, 400.0, 7200.0], [-600.0, -7200.0])
+        now += rng.choice(rng.choices(steps, [50, 50, 3, 1])[0])
+        times.append(now)
+    needs, need = [], 4
+    for _ in times:
+        need = rng.randint(1, 6) if rng.random() < 0.05 else need
+        needs.append(need)
+    found = run_times(times, needs, start=4)
+    for index in range(1, len(found)):
+        count, before = found[index][0], found[index - 1][0]
+        if count >= before:
+            continue
+        first = index
+        while first > 0 and times[index] - times[first] < HOLD_COLD_STARTS * COLD - 1.0:
+            assert 0 < times[first] - times[first - 1] <= 60.0, (index, first)
+            assert needs[first] <= count
+            first -= 1
+
+
+def test_gap_does_not_count_as_observed_load() -> None:
+    """The first scale-in needs LEARN_COLD_STARTS of observed load."""
+    times = [0.0, 15.0] + [7200.0 + 15.0 * index for index in range(40)]
+    counts = [count for count, _ in run_times(times, [1] * 42, start=3)]
+    first_in = next(index for index, count in enumerate(counts) if count < 3)
+    assert times[first_in] - 7200.0 >= LEARN_COLD_STARTS * COLD - 30.0
+
+
+def test_rate_limit_survives_clock_set_back() -> None:
+    slow = Behavior(up=Rules(policies=(Policy(Unit.PODS, 1, 60.0),)))
+    times = [7200.0, 7215.0, 0.0, 15.0, 30.0, 45.0, 60.0, 75.0]
+    counts = [count for count, _ in run_times(times, [9] * 8, start=2, behavior=slow)]
+    assert counts[1] == 3
+    assert counts[-1] >= 4

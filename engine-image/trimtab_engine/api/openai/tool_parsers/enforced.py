@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, call_decoder
+from trimtab_engine.text.tokenizer import well_formed
 
 
 class NamedParser:
@@ -42,8 +43,8 @@ class RequiredParser:
             except (ValueError, RecursionError):
                 return parsed
             if _is_call(value):
-                arguments = json.dumps(value.get("parameters", {}), ensure_ascii=False)
-                parsed.calls.append(CallDelta(self._num_calls, arguments, value["name"]))
+                arguments = well_formed(json.dumps(value.get("parameters", {}), ensure_ascii=False))
+                parsed.calls.append(CallDelta(self._num_calls, arguments, well_formed(value["name"])))
                 self._num_calls += 1
             self._held = rest[end:]
 
