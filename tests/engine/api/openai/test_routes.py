@@ -188,7 +188,7 @@ def test_request_failing_in_core_does_not_affect_others(server: Any) -> None:
 
 
 def test_fields_without_effect_are_accepted(server: Any) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "user": "u",
         "metadata": {"a": "b"},
         "prompt_cache_retention": "24h",
