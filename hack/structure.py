@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOTS = ("modelspec", "operator", "engine-image", "kernels", "simulator")
+ROOTS = ("modelspec", "router", "operator", "engine-image", "kernels", "simulator")
 SMALL_FILE_LINES = 60
 LONG_FUNCTION_LINES = 40
 

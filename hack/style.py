@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = Path(__file__).with_name("style_baseline.json")
 AREAS = {
-    "code": ("modelspec", "operator", "engine-image", "kernels", "simulator", "hack"),
+    "code": ("modelspec", "router", "operator", "engine-image", "kernels", "simulator", "hack"),
     "tests": ("tests", "e2e"),
     "docs": ("docs", "charts", "config", "README.md", "CONTRIBUTING.md", "DEVELOPMENT.md", "SECURITY.md"),
 }

@@ -1,0 +1,1 @@
+"""Requests that wait in the router: priority bands, fairness between tenants, and bounds."""

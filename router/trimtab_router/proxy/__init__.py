@@ -1,0 +1,1 @@
+"""HTTP proxy: requests in, replica connections out, bytes passed through."""
