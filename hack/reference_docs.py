@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from typing import Any
 import typer.main
 import yaml
 from trimtab_engine import cli as engine_cli
+from trimtab_engine.flags.parser import UnsupportedFlag
 from trimtab_operator.builders import record
 from trimtab_operator.cli import operator_command, trimtab_command
 from trimtab_operator.resource import crd
@@ -158,6 +160,24 @@ def engine_page() -> str:
     return "\n".join(lines)
 
 
+def engine_flags() -> str:
+    """Return the flags of `serve` as JSON for the operator (validation/engine_flags.py)."""
+    entries: list[dict[str, Any]] = []
+    for action in engine_cli._parser().command("serve")._actions:
+        if not action.option_strings or action.dest == "help":
+            continue
+        names = sorted(action.option_strings, key=lambda name: not name.startswith("--"))
+        values = {0: "none", "?": "optional", "+": "many", "*": "many", None: "one"}
+        entry: dict[str, Any] = {"names": names, "value": values[action.nargs]}
+        kind = VALUE_KINDS.get(getattr(action.type, "__name__", ""))
+        entry |= {"kind": kind} if kind else {}
+        entry |= {"choices": [str(choice) for choice in action.choices]} if action.choices else {}
+        entry |= {"supported": False} if isinstance(action, UnsupportedFlag) else {}
+        entries.append(entry)
+    lines = ",\n".join(json.dumps(entry) for entry in sorted(entries, key=lambda entry: str(entry["names"][0])))
+    return f"[\n{lines}\n]\n"
+
+
 def subparsers(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Yield every subcommand with its parser, nested ones too."""
     for action in parser._actions:
@@ -288,6 +308,13 @@ def llms_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+VALUE_KINDS = {
+    **dict.fromkeys(("int", "positive", "not_negative", "port", "threads", "api_servers"), "integer"),
+    **dict.fromkeys(("float", "seconds", "fraction"), "number"),
+}
+"""Argument types of the engine's parser whose values are plain numbers."""
+ENGINE_FLAGS = DOCS.parent / "operator" / "trimtab_operator" / "validation" / "engine_flags.json"
+
 PAGES = {
     "reference/resource-fields.md": resource_page,
     "reference/engine-flags.md": engine_page,
@@ -301,16 +328,15 @@ def main() -> int:
     """Write the pages; with --check, return 1 if one differs."""
     check = "--check" in sys.argv[1:]
     stale = []
-    for name, page in PAGES.items():
-        text = wrapped(page())
-        path = DOCS / name
+    texts = {DOCS / name: wrapped(page()) for name, page in PAGES.items()} | {ENGINE_FLAGS: engine_flags()}
+    for path, text in texts.items():
         if path.is_file() and path.read_text() == text:
             continue
-        stale.append(name)
+        stale.append(str(path.relative_to(DOCS.parent)))
         if not check:
             path.write_text(text)
     if stale and check:
-        print(f"docs: {', '.join(stale)}: out of date; run `make reference`", file=sys.stderr)
+        print(f"{', '.join(stale)}: out of date; run `make reference`", file=sys.stderr)
     return 1 if stale and check else 0
 
 

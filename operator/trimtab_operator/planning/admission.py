@@ -16,6 +16,7 @@ from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.limits import cap_findings
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, REPLICAS_IGNORED, InferenceDeployment
+from trimtab_operator.validation.engine_flags import unknown_flag_warning
 from trimtab_operator.validation.rules import validation_errors
 
 MAX_WARNING = 256  # characters: API servers truncate longer ones, and kubectl prints each on one line
@@ -54,6 +55,7 @@ def warnings_of(
     """Return warnings about a valid spec that may not do what was intended. `old` is the resource before an edit."""
     found = (
         too_few_gpus(deployment, known.nodes),
+        unknown_flag_warning(deployment),
         _scaling_mode_warning(deployment),
         _replica_jump_warning(deployment, old or {}),
     )

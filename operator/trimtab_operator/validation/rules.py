@@ -43,6 +43,7 @@ from trimtab_operator.resource.spec import (
 )
 from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.tuner.samples.prometheus import ENGINES_LABELS, LABEL_NAME
+from trimtab_operator.validation.engine_flags import EngineFlag, engine_flags, flag_errors, spelled
 from trimtab_operator.validation.scheduling_flags import scheduling_flags
 
 MAX_LABEL_VALUE = 256
@@ -312,13 +313,7 @@ OWNED_FLAGS: Mapping[str, str] = {
     "--data-parallel-size": "spec.parallelism.data",
     "--enable-expert-parallel": "spec.parallelism.expert",
     "--no-enable-expert-parallel": "spec.parallelism.expert",
-    "-ep": "spec.parallelism.expert",
     "--shutdown-timeout": "spec.rollout.drainTimeout",
-    "-asc": "spec.engine.apiServerCount",
-    "-q": "spec.engine.quantization",
-    "-tp": "spec.parallelism.tensor",
-    "-pp": "spec.parallelism.pipeline",
-    "-dp": "spec.parallelism.data",
 }
 OPERATOR_FLAGS = (
     "--host",
@@ -340,41 +335,68 @@ OPERATOR_FLAGS = (
     "--data-parallel-rpc-port",
     "--data-parallel-size-local",
     "--data-parallel-start-rank",
-    "-dpa",
-    "-dpe",
-    "-dph",
-    "-dpl",
-    "-dpp",
-    "-dpr",
 )
 
 
 def validate_args(deployment: InferenceDeployment) -> Iterator[ValidationError]:
-    for index, argument in enumerate(deployment.spec.runtime.args):
-        flag = argument.split("=", 1)[0].replace("_", "-")
-        where = f"spec.runtime.args[{index}]"
-        if argument.startswith("$(") or (index == 0 and not argument.startswith("-")):
-            yield ValidationError(
-                where, f"{argument!r} is not a flag; use --flag=value (with a variable: --flag=$(NAME))"
-            )
-        elif flag.lstrip().startswith("-") and re.search(r"\s", flag):
-            yield ValidationError(
-                where, f"{argument!r} contains white space; use --flag=value, or flag and value as two items"
-            )
-        if flag in OWNED_FLAGS:
-            yield ValidationError(
-                f"spec.runtime.args[{index}]", f"{flag} conflicts with {OWNED_FLAGS[flag]}; set that field instead"
-            )
-        elif flag in OPERATOR_FLAGS:
-            yield ValidationError(f"spec.runtime.args[{index}]", f"{flag} is set by the operator; remove it")
-        elif flag == "--config":
-            yield ValidationError(
-                where, "--config reads flags from a file that cannot be validated; use the flags themselves"
-            )
+    args, flags = deployment.spec.runtime.args, engine_flags()
+    found: set[int] = set()
+    for index, argument in enumerate(args):
+        if message := _argument_error(index, argument, flags):
+            found.add(index)
+            yield ValidationError(f"spec.runtime.args[{index}]", message)
+    if deployment.spec.runtime.image is None:  # an own image may have an engine of another version
+        for index, message in flag_errors(args):
+            if index not in found:
+                yield ValidationError(f"spec.runtime.args[{index}]", message)
     if deployment.spec.engine.scheduling_policy is not None:
         for index, flag in scheduling_flags(deployment.spec):
             where = f"spec.runtime.args[{index}]"
             yield ValidationError(where, f"{flag} conflicts with spec.engine.schedulingPolicy; set only one")
+
+
+def validate_device_memory(deployment: InferenceDeployment) -> Iterator[ValidationError]:
+    """On the CPU the device is the container's memory: a larger device would be ended by the kernel."""
+    spec = deployment.spec
+    size = next((a.partition("=")[2] for a in spec.runtime.args if spelled(a) == "--device-memory-bytes"), "")
+    limit = next(((c.resources or {}).get("limits") for c in spec.template.spec.containers), None)
+    memory = limit.get("memory") if isinstance(limit, Mapping) else None
+    if spec.runtime.device != "cpu" or not size or memory is None:
+        return
+    try:
+        is_above = parse_quantity(size) > parse_quantity(memory)
+    except ValueError:
+        return  # another rule reports the value
+    if is_above:
+        yield ValidationError(
+            "spec.runtime.args",
+            f"--device-memory-bytes={size} is above the container's memory limit {memory}; lower it or raise the limit",
+        )
+
+
+def _argument_error(index: int, argument: str, flags: Mapping[str, EngineFlag]) -> str | None:
+    """Return why the operator does not pass an argument on, or None. It must not hide a flag that a field sets."""
+    name = spelled(argument)
+    if argument.startswith("$(") or (index == 0 and not argument.startswith("-")):
+        return f"{argument!r} is not a flag; use --flag=value (with a variable: --flag=$(NAME))"
+    if not name.lstrip().startswith("-"):
+        return None
+    if re.search(r"\s", name):
+        return f"{argument!r} contains white space; use --flag=value, or flag and value as two items"
+    if "$(" in name:
+        return f"{argument!r} has a variable in the flag's name; only values may be variables: --flag=$(NAME)"
+    aliases = flags[name].names if name in flags else (name,)
+    field = next((OWNED_FLAGS[alias] for alias in aliases if alias in OWNED_FLAGS), None)
+    if field is not None:
+        return f"{name} conflicts with {field}; set that field instead"
+    if any(alias in OPERATOR_FLAGS for alias in aliases):
+        return f"{name} is set by the operator; remove it"
+    if name == "--config":
+        return "--config reads flags from a file that cannot be validated; use the flags themselves"
+    is_short = re.fullmatch(r"-[A-Za-z].*", argument) is not None
+    if is_short and name not in flags:  # the engine's parser would read -tp2 as -tp 2
+        return f"{argument!r} is not a short flag of the engine; use the long form, such as --seed=1"
+    return None
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
@@ -809,6 +831,7 @@ RULES: tuple[Rule, ...] = (
     validate_runtime_kind,
     validate_image,
     validate_args,
+    validate_device_memory,
     validate_engine_fields,
     validate_deadline_policy,
     validate_swap_space,

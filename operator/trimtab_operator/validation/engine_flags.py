@@ -1,0 +1,133 @@
+"""Checks of `spec.runtime.args` against the engine's own flags.
+
+engine_flags.json is generated from the engine's argument parser (`make reference`), because the operator must not
+import the engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from trimtab_operator.resource.spec import InferenceDeployment
+
+NUMBERS = {"integer": int, "number": float}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFlag:
+    """One flag of `trimtab-engine serve`."""
+
+    names: tuple[str, ...]
+    """Long and short spellings."""
+    value: str
+    """How many values follow: none, optional, one or many."""
+    kind: str = "string"
+    """string, integer or number."""
+    choices: tuple[str, ...] = ()
+    supported: bool = True
+    """False for flags of vLLM that the engine rejects by name."""
+
+
+@cache
+def engine_flags() -> dict[str, EngineFlag]:
+    """Return the engine's flags by each of their names."""
+    entries = json.loads((files(__package__) / "engine_flags.json").read_text())
+    flags = [
+        EngineFlag(
+            names=tuple(entry["names"]),
+            value=entry["value"],
+            kind=entry.get("kind", "string"),
+            choices=tuple(entry.get("choices", ())),
+            supported=entry.get("supported", True),
+        )
+        for entry in entries
+    ]
+    return {name: flag for flag in flags for name in flag.names}
+
+
+def spelled(argument: str) -> str:
+    """Return the flag of an argument as the engine reads it: without its value, underscores as dashes."""
+    return argument.split("=", 1)[0].replace("_", "-")
+
+
+def flag_errors(args: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield the index and the problem of each argument that the engine would reject.
+
+    Values that contain a variable, $(NAME), are not checked.
+    """
+    flags = engine_flags()
+    index = 0
+    while index < len(args):
+        at, name = index, spelled(args[index])
+        index += 1
+        if not name.startswith("-"):
+            yield at, f"{args[at]!r} does not belong to a flag; remove it"
+            continue
+        flag = flags.get(name)
+        if flag is None:
+            while index < len(args) and not args[index].startswith("-"):  # values of the unknown flag
+                index += 1
+            yield at, f"{name} is not a flag of the engine{suggestion(name)}"
+            continue
+        values = [args[at].split("=", 1)[1]] if "=" in args[at] else []
+        if values and flag.value == "none":
+            yield at, f"{name} takes no value; write {name} alone"
+            continue
+        if not values or flag.value == "many":
+            most = {"none": 0, "optional": 1, "one": 1, "many": len(args)}[flag.value] - len(values)
+            while most > 0 and index < len(args) and not _is_flag(args[index]):
+                values.append(args[index])
+                index, most = index + 1, most - 1
+        if not flag.supported:
+            yield at, f"{name} is not supported by the engine; remove it"
+        elif not values and flag.value in ("one", "many"):
+            yield at, f"{name} needs a value; write {name}=VALUE"
+        else:
+            yield from ((at, problem) for value in values for problem in _value_errors(name, flag, value))
+
+
+def suggestion(name: str) -> str:
+    """Return `; did you mean …?` with the most similar flag, or where the flags are listed."""
+    known = [flag for flag in engine_flags() if flag.startswith("--") and engine_flags()[flag].supported]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else "; `trimtab-engine serve --help` lists the flags"
+
+
+def unknown_flag_warning(deployment: InferenceDeployment) -> str | None:
+    """Return a warning if an own engine image gets flags that this version's engine does not have; None otherwise."""
+    if deployment.spec.runtime.image is None:
+        return None
+    errors = [f"spec.runtime.args[{index}]: {message}" for index, message in flag_errors(deployment.spec.runtime.args)]
+    if not errors:
+        return None
+    return f"the engine of this version would not start: {'; '.join(errors)}"
+
+
+def _is_flag(argument: str) -> bool:
+    """Return True if the engine reads an argument as a flag; a negative number is a value."""
+    if not argument.startswith("-") or argument == "-":
+        return False
+    try:
+        float(argument)
+    except ValueError:
+        return True
+    return False
+
+
+def _value_errors(name: str, flag: EngineFlag, value: str) -> Iterator[str]:
+    if "$(" in value:
+        return
+    if flag.choices and value not in flag.choices:
+        close = difflib.get_close_matches(value, flag.choices, n=1)
+        hint = f"; did you mean {close[0]}?" if close else f"; use {', '.join(flag.choices)}"
+        yield f"{name}={value[:40]} is not one of its values{hint}"
+    elif flag.kind in NUMBERS:
+        try:
+            NUMBERS[flag.kind](value)
+        except ValueError:
+            yield f"{name}={value[:40]} is not {'an integer' if flag.kind == 'integer' else 'a number'}"
