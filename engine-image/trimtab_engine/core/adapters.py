@@ -42,7 +42,11 @@ class AdapterRegistry:
         return loaded.adapter
 
     def load(self, name: str, folder: str) -> None:
-        """Serve another one from now on. No step is in flight. Raises ConfigError, and then nothing has changed."""
+        """Serve another adapter from now on. No step is in flight. After an error nothing has changed.
+
+        Raises:
+            ConfigError: The adapter cannot be served.
+        """
         if self._config is None or not self._config.is_updatable:
             raise ConfigError("adapters are loaded at the start only; start with --allow-runtime-lora-updating")
         check_name(name)
@@ -51,7 +55,7 @@ class AdapterRegistry:
         slot = self._free_slot()
         try:
             digest = self._runner.load_adapter(slot, name, folder)
-        except ConfigError:
+        except Exception:
             self._runner.forget_adapter(slot)
             raise
         self._served[name] = LoadedAdapter(Adapter(name, slot, digest), folder)

@@ -27,7 +27,7 @@ from trimtab_engine.core.request_checks import check_items, check_task, check_to
 from trimtab_engine.core.step_stats import note_graphs, step_stats
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache
-from trimtab_engine.errors import ConfigError, IntegrityError, InvalidRequest
+from trimtab_engine.errors import ConfigError, EngineDead, IntegrityError, InvalidRequest
 from trimtab_engine.memory.formula import Ledger, total_of
 from trimtab_engine.memory.plan import PlanBase, plan_memory
 from trimtab_engine.messages.admin import (
@@ -620,7 +620,9 @@ class Engine:
         return 200, lifecycle.to_json()
 
     def load_adapter(self, call: LoadLora) -> tuple[int, dict[str, Any]]:
-        """Serve another adapter, on every rank or on none. HTTP status and body."""
+        """Serve another adapter, on every rank or on none. Return HTTP status and body. An adapter is a client's input:
+        no error of reading it ends the engine.
+        """
         if not self._lifecycle.has_weights:
             return 409, {"message": "the engine sleeps and has no weights: wake it up first"}
         self._drain_in_flight()
@@ -628,6 +630,11 @@ class Engine:
             self._adapters.load(call.name, call.folder)
         except ConfigError as error:
             return 400, {"message": str(error)}
+        except EngineDead:
+            raise
+        except Exception as error:
+            logger.exception("adapter %s: not loaded", call.name)
+            return 500, {"message": f"adapter {call.name}: not loaded: {type(error).__name__}: {error}"}
         return 200, {}
 
     def unload_adapter(self, call: UnloadLora) -> tuple[int, dict[str, Any]]:

@@ -124,10 +124,10 @@ class DrivenRunner(ModelRunner):
             ConfigError: If a rank cannot read it or finds different files. The slot stays unused.
         """
         self.workers.send(LoadAdapter(slot, name, folder))
-        own: ConfigError | None = None
+        own: Exception | None = None
         try:
             digest = super().load_adapter(slot, name, folder)
-        except ConfigError as error:
+        except Exception as error:  # raised after all ranks have answered, so that no answer is left over
             own = error
         answers = self.workers.answers(AdapterLoaded)
         if own is not None:

@@ -211,6 +211,9 @@ class Worker:
             return AdapterLoaded(self.rank, self._runner.load_adapter(message.slot, message.name, message.folder))
         except ConfigError as error:
             return AdapterLoaded(self.rank, error=str(error))
+        except Exception as error:  # a client's input: the core reports it and goes on
+            logger.exception("adapter %s: not loaded", message.name)
+            return AdapterLoaded(self.rank, error=f"{type(error).__name__}: {error}")
 
     def _next(self) -> ToWorker:
         message: ToWorker = self._decoder.decode(self._steps.recv())

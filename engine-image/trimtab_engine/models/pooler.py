@@ -73,7 +73,7 @@ def _modules(path: Path) -> list[Mapping[str, Any]]:
     """Modules in the order in which they are applied."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {error}") from None
     if not isinstance(value, list) or not all(isinstance(module, dict) for module in value):
         raise ModelError(f"{path}: holds no list of modules")

@@ -213,5 +213,5 @@ def _architecture_in(model: str) -> str | None:
     try:
         config = json.loads((Path(model) / CONFIG_FILE).read_text(encoding="utf-8"))
         return architecture_of(config, model)
-    except (OSError, ValueError, AttributeError, ModelError):
+    except (OSError, ValueError, AttributeError, RecursionError, ModelError):
         return None

@@ -23,6 +23,7 @@ from trimtab_engine.sources.name import RemoteModel, Scheme
 from trimtab_engine.sources.progress import Progress, format_bytes
 from trimtab_engine.weights.gguf_parts import first_parts, parts_of
 from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
+from trimtab_engine.weights.source import DAMAGE
 
 OWN = ".trimtab"
 INCOMPLETE = ".incomplete"
@@ -96,7 +97,7 @@ class ModelCache:
             if gguf is not None and gguf not in files:
                 return False
             return all((self.snapshot(commit) / name).stat().st_size == size for name, size in files.items())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, *DAMAGE):
             return False
 
     def looks_complete(self, commit: str, gguf: str | None) -> bool:
@@ -108,7 +109,7 @@ class ModelCache:
             return True
         try:
             names = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, *DAMAGE):
             ggufs = first_parts(file.name for file in folder.glob("*.gguf"))
             return len(ggufs) == 1 and self.looks_complete(commit, ggufs[0])
         return all((folder / str(name)).exists() for name in set(names))
@@ -163,7 +164,7 @@ class ModelCache:
             said = json.loads((self.own / "progress.json").read_text(encoding="utf-8"))
             rate = None if said["rate"] is None else float(said["rate"])
             return Progress(str(model), int(said["done_bytes"]), int(said["total_bytes"]), rate, elsewhere=True)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, *DAMAGE):
             return Progress(str(model), 0, 0, elsewhere=True)
 
 

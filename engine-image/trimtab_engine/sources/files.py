@@ -13,6 +13,7 @@ from trimtab_engine.sources.name import RemoteModel, Scheme
 from trimtab_engine.weights.gguf_parts import first_parts, parts_of
 from trimtab_engine.weights.open import PICKLE_SUFFIXES
 from trimtab_engine.weights.safetensors_files import INDEX_FILE, SINGLE_FILE
+from trimtab_engine.weights.source import DAMAGE
 
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 """Configuration, tokenizer and chat template; `.model` is SentencePiece's tokenizer."""
@@ -98,7 +99,7 @@ def weights(listing: Listing, index: str | None) -> tuple[RemoteFile, ...]:
 def _indexed(model: RemoteModel, index: str) -> Sequence[str]:
     try:
         names = sorted({str(name) for name in json.loads(index)["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except DAMAGE:
         raise ModelError(f"{model}: {INDEX_FILE} has no weight_map; use another revision") from None
     if not names or not all(name.endswith(".safetensors") and "/" not in name for name in names):
         raise ModelError(f"{model}: {INDEX_FILE} names files that are no safetensors; use another revision")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError, NotSupportedError
 from trimtab_engine.weights.safetensors_files import read_header
-from trimtab_engine.weights.source import read_json
+from trimtab_engine.weights.source import DAMAGE, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,14 @@ class PeftAdapter:
             NotSupportedError: the adapter needs an unsupported feature.
         """
         self.where = str(folder)
+        try:
+            self._open(folder)
+        except OSError as error:
+            raise ModelError(f"adapter {folder}: cannot be read: {error.strerror or error}") from None
+        except DAMAGE as error:
+            raise ModelError(f"adapter {folder}: is damaged: {type(error).__name__}: {error}; save it again") from None
+
+    def _open(self, folder: Path) -> None:
         config_file, self._file = folder / CONFIG_FILE, folder / TENSORS_FILE
         _check_folder(folder)
         config = read_json(config_file)
@@ -139,7 +147,7 @@ def _check_folder(folder: Path) -> None:
             f"{TENSORS_FILE} (PEFT: save_pretrained(..., safe_serialization=True))"
         )
     for name in (CONFIG_FILE, TENSORS_FILE):
-        if not (folder / name).exists():
+        if not (folder / name).is_file():  # a pipe would keep the reader waiting
             raise ModelError(f"adapter {folder}: no {name} in it; a PEFT adapter has {CONFIG_FILE} and {TENSORS_FILE}")
 
 

@@ -3,6 +3,7 @@ truncated download is one clear line and not a crash later.
 """
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.read_ahead import ReadAhead
-from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, Span, read_json
+from trimtab_engine.weights.source import CONFIG_FILE, DAMAGE, GENERATION_FILE, Span, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +169,7 @@ def read_header(file: Path) -> dict[str, Any]:
         header = json.loads(raw)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         ends = [_check_entry(file, name, entry) for name, entry in entries.items()]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except DAMAGE:
         raise ModelError(f"{file}: the safetensors header is damaged; download the file again") from None
     needed = 8 + length + max(ends, default=0)
     if size < needed:
@@ -187,9 +188,10 @@ def _check_entry(file: Path, name: str, entry: dict[str, Any]) -> int:
     dtype, (first, last) = entry["dtype"], entry["data_offsets"]
     if dtype not in LOADABLE and not name.endswith(INTEGERS.get(dtype, ())):
         raise ModelError(f"{file}: tensor {name} is {dtype}; only {', '.join(LOADABLE)} can be loaded")
-    count = 1
-    for extent in entry["shape"]:
-        count *= int(extent)
+    shape = entry["shape"]
+    if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise ValueError(name)
+    count = math.prod(shape)
     if last - first != count * ITEM_BYTES[dtype] or first < 0:
         raise ValueError(name)
     return int(last)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""Errors of parsing untrusted JSON and using its values, deep nesting and numbers such as 1e999 included."""
 
 
 Span = tuple[int, int]
@@ -65,7 +67,7 @@ def read_json(path: Path, *, required: bool = True) -> Mapping[str, Any]:
         return {}
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds no JSON object")

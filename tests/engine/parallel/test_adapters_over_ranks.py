@@ -202,6 +202,34 @@ def test_adapter_unreadable_by_a_rank_is_rejected_everywhere(
     assert engine.load_adapter(LoadLora("a", first)) == (200, {})
 
 
+def test_unexpected_error_of_a_rank_leaves_the_engine_serving(
+    models: dict[str, str],
+    adapters: Callable[[str], AdapterConfig],
+    start: Callable[..., Engine],
+    serving: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An error that no check expects, on the core's rank while the other rank loads the adapter."""
+    from trimtab_engine.runner.model_runner import ModelRunner
+
+    def broken(*_: Any) -> bytes:
+        raise RuntimeError("unexpected")
+
+    serve, requests, _ = serving
+    asked = with_adapters(requests())
+    wanted = serve(start(models["dense"], adapters=adapters("dense")), asked)
+    engine = start(models["dense"], adapters=UPDATABLE, tensor_parallel_size=2)
+    folder = adapters("dense").modules[0].path
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "load_adapter", broken)
+        status, body = engine.load_adapter(LoadLora("a", folder))
+        assert (status, "unexpected" in body["message"]) == (500, True)
+    assert engine.state().adapters == ()
+    for module in adapters("dense").modules:
+        assert engine.load_adapter(LoadLora(module.name, module.path)) == (200, {})
+    assert serve(engine, asked) == wanted
+
+
 def test_cores_have_an_adapter_together(
     models: dict[str, str],
     adapters: Callable[[str], AdapterConfig],

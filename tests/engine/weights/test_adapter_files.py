@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +186,96 @@ def test_an_adapter_of_nothing_is_refused(tmp_path: Path) -> None:
     folder = an_adapter(tmp_path / "adapter", {})
     with pytest.raises(ModelError, match="holds no tensors of an adapter"):
         PeftAdapter(Path(folder))
+
+
+NESTED = "[" * 50_000 + "]" * 50_000
+
+
+def with_header(folder: Path, header: str) -> Path:
+    """Replace the tensors with a file of this header and 64 bytes of data."""
+    data = header.encode()
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data + bytes(64))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a":' + NESTED + "}",
+        '{"a":{"dtype":"F32","shape":[1e999,2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":"12","data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[true,2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[-1,-2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":[],"shape":[2],"data_offsets":[0,8]}}',
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":{"x":1,"y":2}}}',
+        "[]",
+    ],
+    ids=["nested", "infinite", "text", "boolean", "negative", "list dtype", "object offsets", "list"],
+)
+def test_header_of_wrong_types_is_rejected(tmp_path: Path, header: str) -> None:
+    folder = with_header(Path(an_adapter(tmp_path / "adapter", MODULES)), header)
+    with pytest.raises(ModelError, match="the safetensors header is damaged"):
+        PeftAdapter(folder)
+
+
+def test_nested_configuration_is_rejected(tmp_path: Path) -> None:
+    folder = Path(an_adapter(tmp_path / "adapter", MODULES))
+    (folder / "adapter_config.json").write_text('{"r":' + NESTED + "}")
+    with pytest.raises(ModelError, match="is not JSON"):
+        PeftAdapter(folder)
+
+
+def test_adapter_path_beyond_name_limit_is_rejected() -> None:
+    with pytest.raises(ModelError, match="cannot be read: File name too long"):
+        PeftAdapter(Path("/" + "a" * 300))
+
+
+@pytest.mark.parametrize("name", ["is_dir", "exists", "read_bytes"])
+def test_unreadable_adapter_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Tests may run as root, which can enter any folder: the error is raised instead."""
+    folder = Path(an_adapter(tmp_path / "adapter", MODULES))
+
+    def denied(self: Path, **_: Any) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, name, denied)
+    with pytest.raises(ModelError, match="cannot be read: Permission denied"):
+        PeftAdapter(folder)
+
+
+def test_adapter_file_that_is_a_pipe_is_rejected(tmp_path: Path) -> None:
+    folder = Path(an_adapter(tmp_path / "adapter", MODULES))
+    (folder / "adapter_config.json").unlink()
+    os.mkfifo(folder / "adapter_config.json")
+    with pytest.raises(ModelError, match=r"no adapter_config\.json in it"):
+        PeftAdapter(folder)
+
+
+def test_mutated_adapter_files_raise_model_errors_only(tmp_path: Path) -> None:
+    """Random replacements of values and bytes in both files; most of them are damage."""
+    folder = Path(an_adapter(tmp_path / "adapter", MODULES))
+    config, tensors = ((folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors"))
+    length = struct.unpack("<Q", tensors[:8])[0]
+    header = json.loads(tensors[8 : 8 + length])
+    values = [None, True, -1, 0, 1e999, 2**70, "", "^", "F32", [], [[]], {}, {"": 1}, [1, 2, 3], [0, 2**63]]
+    draw = random.Random(34)
+    rejected = 0
+    for _ in range(600):
+        words, entries = json.loads(config), json.loads(json.dumps(header))
+        if draw.random() < 0.5:
+            words[draw.choice([*words, "rank_pattern", "alpha_pattern"])] = draw.choice(values)
+        else:
+            entry = entries[draw.choice(list(entries))]
+            if isinstance(entry, dict) and "dtype" in entry:
+                entry[draw.choice(list(entry))] = draw.choice(values)
+        raw = bytearray(json.dumps(entries).encode())
+        if draw.random() < 0.3:
+            raw[draw.randrange(len(raw))] = draw.randrange(256)
+        (folder / "adapter_config.json").write_text(json.dumps(words))
+        body = struct.pack("<Q", len(raw)) + bytes(raw) + tensors[8 + length :]
+        (folder / "adapter_model.safetensors").write_bytes(body)
+        try:
+            PeftAdapter(folder)
+        except (ModelError, NotSupportedError):
+            rejected += 1
+    assert rejected > 200
