@@ -1,7 +1,7 @@
 """Queue of one request's outputs for the task that answers it.
 
-Plain tokens are merged into one run, so that a waking task takes all of them at once, regardless of the number of
-steps.
+Plain tokens are merged into runs of limited length, so that a waking task takes many of them at once, regardless of the
+number of steps.
 """
 
 import asyncio
@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from trimtab_engine.messages.requests import SequenceOutput
+
+MAX_RUN_TOKENS = 64  # that the reader handles at once, before other tasks of the event loop run
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class OutputQueue:
 
     def put_plain(self, token_id: int, time: float, engine_index: int) -> None:
         run = self._items[-1] if self._items else None
-        if not isinstance(run, PlainRun):
+        if not isinstance(run, PlainRun) or len(run.token_ids) >= MAX_RUN_TOKENS:
             run = PlainRun(engine_index)
             self._items.append(run)
             self._wake()
@@ -48,6 +50,9 @@ class OutputQueue:
         run.times.append(time)
 
     async def get(self) -> SequenceOutput | PlainRun | None:
+        """Return the next output. With a backlog, let other tasks run first."""
+        if self._items:
+            await asyncio.sleep(0)
         while not self._items:
             self._loop = self._loop or asyncio.get_running_loop()
             self._waiter = self._loop.create_future()

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from trimtab_engine.engine_client.output_queue import OutputQueue, PlainRun
+from trimtab_engine.engine_client.output_queue import MAX_RUN_TOKENS, OutputQueue, PlainRun
 from trimtab_engine.messages.requests import SequenceOutput
 
 FIRST, LAST = SequenceOutput("r", [1]), SequenceOutput("r", [9], "length")
@@ -42,3 +42,22 @@ async def test_cancelled_reader_loses_no_output() -> None:
     waiting.cancel()
     mailbox.put(None)
     assert await mailbox.get() is None
+
+
+async def test_backlog_lets_other_tasks_run_between_bounded_runs() -> None:
+    mailbox = OutputQueue()
+    for token_id in range(3 * MAX_RUN_TOKENS):
+        mailbox.put_plain(token_id, 0.1, 0)
+    turns = 0
+
+    async def another() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.ensure_future(another())
+    taken = [await mailbox.get() for _ in range(3)]
+    task.cancel()
+    assert [len(run.token_ids) for run in taken if isinstance(run, PlainRun)] == [MAX_RUN_TOKENS] * 3
+    assert turns >= 3

@@ -1,5 +1,8 @@
 """The sent text ends at the first stop string, for any split into pieces."""
 
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trimtab_engine.text.stop_strings import StopStrings
@@ -58,3 +61,39 @@ def test_unarmed_detector_ignores_stop_strings() -> None:
     watcher.armed = True
     assert watcher.push("abc") == "a"
     assert watcher.matched == "b"
+
+
+@given(st.lists(st.text("ab", max_size=6), max_size=12), st.lists(st.text("ab", min_size=1, max_size=7), min_size=1))
+def test_matches_equal_a_plain_search_of_held_text(pieces: list[str], stop: list[str]) -> None:
+    """Pieces of several characters: the earliest match in held text and piece, among equal ones the longest."""
+    watcher, held = StopStrings(stop, include=False), ""
+    for piece in pieces:
+        text, out = held + piece, watcher.push(piece)
+        found = [(text.find(s), -len(s), s) for s in stop if s in text]
+        if found:
+            assert (watcher.matched, out) == (min(found)[2], text[: min(found)[0]])
+            return
+        keep = max(n for s in stop for n in range(len(s)) if text.endswith(s[:n]))
+        assert out == text[: len(text) - keep]
+        held = text[len(text) - keep :]
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        ["a" * 1023 + "!", *("b" + letter * 1023 for letter in "cdefghijklmnopq")],
+        ["a" * n + "!" for n in range(900, 916)],
+    ],
+    ids=["long", "alike"],
+)
+def test_work_per_token_is_bounded_for_any_stop_strings(stop: list[str]) -> None:
+    """Long stop strings that nearly match cost at most 20 times as much as short ones that never match."""
+
+    def seconds(watcher: StopStrings) -> float:
+        began = time.process_time()
+        for _ in range(2000):
+            watcher.push("a")
+        return time.process_time() - began
+
+    plain = min(seconds(StopStrings([f"{letter}x" for letter in "bcdefghijklmnopq"], include=False)) for _ in range(5))
+    assert min(seconds(StopStrings(stop, include=False)) for _ in range(5)) < 20 * plain
