@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,7 @@ class ReplicaState:
     pending_context_tokens: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One replica with its score, in seconds."""
 
     replica: str
@@ -97,8 +97,7 @@ class Candidate:
     """Predicted length of one of the replica's steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The chosen replica and the next best one, which explains the choice."""
 
     best: Candidate
