@@ -11,11 +11,14 @@ MODEL_URI = r"^(hf|pvc|file|s3|oci)://.+$"
 HUB_SCHEME = "hf://"
 HTTP_URL = r"^https?://[^\s/@?#]{1,253}(/[^\s@?#]{0,200})?$"
 FOLDER = r"^/?[A-Za-z0-9_-][A-Za-z0-9._/-]*$"
+SERVED_NAME = r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$"
 REGION = r"^[a-z0-9-]{1,63}$"
 
 EXAMPLES = {
     MODEL_URI: "a model's URI: hf://ORG/NAME, s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY:TAG, pvc://CLAIM/FOLDER or "
     "file:///FOLDER",
+    SERVED_NAME: "a name without spaces, such as qwen3-8b or org/qwen3-8b",
+    DNS_LABEL: "a name of lower-case letters, digits and dashes, such as my-claim",
     HTTP_URL: "an address such as https://minio.example.com:9000",
     FOLDER: "a folder such as /models/qwen3-8b",
     REGION: "a region such as eu-central-1",

@@ -30,6 +30,7 @@ from trimtab_operator.resource.patterns import (
     MODEL_URI,
     QUANTITY,
     REGION,
+    SERVED_NAME,
 )
 from trimtab_operator.resource.schema_errors import schema_errors
 
@@ -46,7 +47,6 @@ MAX_KEPT_SPECS, MAX_KEPT_TEXT = 1024, 16384  # parsed specs in the cache, and ch
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
 
-SERVED_NAME = r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$"
 
 Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6)]
 Quantity = Annotated[str, Field(pattern=QUANTITY, max_length=24)]
@@ -311,7 +311,9 @@ class Engine(Model):
         le=16777216,
         description="Maximum length of prompt plus output, in tokens. Default: the model's.",
     )
-    block_size: Literal[8, 16, 32] | None = Field(default=None, description="Tokens in one KV block: 8, 16 or 32.")
+    block_size: Literal[8, 16, 32, 64, 128, 256] | None = Field(
+        default=None, description="Tokens in one KV block. Default: 16, or more for short contexts."
+    )
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = Field(
         default=None, description="Data type of the KV cache. auto: the data type of the model."
     )
