@@ -35,6 +35,7 @@ MAX_COLD_START_SECONDS = 1800.0  # a longer start waited for something else: a n
 DRAIN_REQUESTS = 1000  # last requests from which the drain time is estimated
 DRAIN_SHARE = 0.99  # a replica has about a hundred requests, and drains until the longest ends
 COST_CHANGE = 0.04  # relative change of a typical step that invalidates predictions
+SHARING_CHANGE = 0.1  # of the shared part of cached prompts that invalidates predictions
 UNEVENNESS_CHANGE = 1.35  # factor of the variation of arrivals that invalidates predictions
 MORE_PAIRS = 2.0  # factor of the known pairs that invalidates predictions
 SOON_SECONDS = 30.0  # minimum age of predictions from few pairs
@@ -48,6 +49,7 @@ def with_observation(state: TunerState, observation: Observation, settings: Sett
     """Return the state updated with one observation. Replicas with invalid metrics are ignored."""
     state = _with_model(state, observation, settings)
     state = _with_lengths(state, observation)
+    state = _with_sharing(state, observation)
     state = _with_demand(state, observation, settings)
     state = _with_clients(state, observation)
     state = _with_starts(state, observation)
@@ -90,6 +92,20 @@ def _with_lengths(state: TunerState, observation: Observation) -> TunerState:
     unfinished = [row for one in updates.values() for row in one.unfinished]
     lengths = state.lengths.with_requests(finished, unfinished, lost).with_shift_check(observation.at)
     return replace(state, lengths=lengths, running=running)
+
+
+def _with_sharing(state: TunerState, observation: Observation) -> TunerState:
+    """Update the share of cached prompt tokens that several requests hold, from each replica's requests and blocks."""
+    sharing = state.sharing
+    for seen in observation.trusted:
+        if seen.updates is None or seen.gauges is None or seen.ledger is None:
+            continue
+        running = [row for row in seen.updates.unfinished if row.output_tokens > 0]
+        cached = sum(row.cached_tokens for row in running)
+        if cached:
+            own = sum(row.prompt_tokens + row.output_tokens for row in running) - cached
+            sharing = sharing.with_sample(own=own, cached=cached, used=seen.gauges.kv_usage * seen.ledger.kv_tokens)
+    return replace(state, sharing=sharing)
 
 
 def _with_demand(state: TunerState, observation: Observation, settings: Settings) -> TunerState:
@@ -248,7 +264,7 @@ def update_predictor(state: TunerState, objectives: Objectives, *, now: float, l
         )
         return state
     pairs = state.lengths.sample(now)
-    predictor = Predictor(cost, pairs, objectives, variation, level)
+    predictor = Predictor(cost, pairs, objectives, variation, level, state.sharing.share)
     if old is not None:
         easier = old.mean_work / predictor.mean_work
         predictor.guesses = {candidate: easier * rate for candidate, rate in old.capacities.items()}
@@ -267,9 +283,7 @@ def update_predictor(state: TunerState, objectives: Objectives, *, now: float, l
 def _requests_in_flight(lengths: Lengths, predictor: Predictor, now: float) -> tuple[InFlightRequest, ...]:
     """Return the requests in flight in all trusted replicas."""
     return tuple(
-        InFlightRequest(
-            max(0.0, now - u.arrived_at), max(1, u.prompt_tokens - u.cached_tokens), output, u.output_tokens
-        )
+        InFlightRequest(max(0.0, now - u.arrived_at), max(1, u.prompt_tokens), output, u.output_tokens, u.cached_tokens)
         for u, output in lengths.predict_outputs(predictor.survival)
     )
 
@@ -293,6 +307,8 @@ def _is_outdated(
         return now - made_at > SOON_SECONDS
     if now - made_at < SETTLED_SECONDS:
         return False
+    if abs(state.sharing.share - old.sharing) > SHARING_CHANGE:
+        return True
     ratio = max(variation, old.variation) / min(variation, old.variation)
     return ratio > UNEVENNESS_CHANGE or _change(old.cost, cost, old.typical_context) > COST_CHANGE
 

@@ -28,6 +28,8 @@ class Reason(StrEnum):
     TOO_FEW_SEQUENCE_SLOTS = "TooFewSequenceSlots"  # the queue waits for a slot while KV is free: raise max_num_seqs
     TOO_FEW_REPLICAS = "TooFewReplicas"  # the load exceeds the capacity
     TOO_MANY_REPLICAS = "TooManyReplicas"  # fewer replicas hold the load, by prediction
+    REQUESTS_HELD = "RequestsHeld"  # the router holds requests, and no replica serves
+    NO_REQUESTS = "NoRequests"  # no request for the idle timeout: no replica is needed
     SATURATED = "Saturated"  # objectives are violated and every parameter is at its bound
     ROLLED_BACK = "RolledBack"  # a change had another effect than predicted
     ROLLED_BACK_AFTER_RESTART = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from trimtab_operator.tuner.load import Clients, Demand, Forecast, Growth, Lengths
+from trimtab_operator.tuner.load import Clients, Demand, Forecast, Growth, Lengths, Sharing
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.moves import Decision, Expectation
 from trimtab_operator.tuner.observation import Track
@@ -120,6 +120,7 @@ class TunerState:
     lengths: Lengths = field(default_factory=Lengths)
     running: Mapping[str, tuple[Unfinished, ...]] = field(default_factory=dict)
     """Requests in flight per ready replica, when it was last read."""
+    sharing: Sharing = field(default_factory=Sharing)
     demand: Demand = field(default_factory=Demand)
     growth: Growth = field(default_factory=Growth)
     clients: Clients = field(default_factory=Clients)

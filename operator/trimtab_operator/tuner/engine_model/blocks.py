@@ -1,8 +1,8 @@
 """KV blocks as counts: free blocks, and the content that freed blocks still hold.
 
 As in the engine's block manager, empty blocks are taken first, then cached ones, least recently freed first and the
-last block of a request first. Without shared prefixes only a preempted request finds blocks again, its own, so a count
-per freed request suffices.
+last block of a request first. A preempted request finds its own blocks again, so a count per freed request suffices.
+Which prompts have a common prefix is not known here: a request says how much of its prompt is cached (`num_hit`).
 """
 
 from __future__ import annotations
@@ -46,31 +46,43 @@ class Blocks(Protocol):
 
 
 class KvBlocks:
-    """KV blocks of requests without shared prefixes. `caches`: freed blocks keep their content."""
+    """KV blocks of requests whose cached prompt tokens are given.
 
-    __slots__ = ("_empty", "_lru", "block_size", "caches", "free", "num_evicted", "total")
+    `caches`: freed blocks keep their content. `sharing`: share of a request's cached blocks that other running requests
+    hold too, so that they take no further blocks.
+    """
 
-    def __init__(self, total: int, block_size: int = 16, *, caches: bool = True) -> None:
+    __slots__ = ("_empty", "_lru", "block_size", "caches", "free", "num_evicted", "sharing", "total")
+
+    def __init__(self, total: int, block_size: int = 16, *, caches: bool = True, sharing: float = 0.0) -> None:
         self.total = total
         self.block_size = block_size
         self.caches = caches
+        self.sharing = sharing
         self.free = total
         self.num_evicted = 0
         self._empty = total
         self._lru: deque[list[int]] = deque()  # [blocks, 1 if their sequence is requeued]
 
     def find_cached(self, sequence: Sequence) -> tuple[int, int]:
-        """Return its own blocks from before its preemption that are left."""
-        kept = sequence.kept
-        count = kept[0] if kept is not None else 0
-        return count, count
+        """Return the blocks of its cached prompt; after a preemption those that are left."""
+        if sequence.kept is not None:
+            own = sequence.kept[0]
+            return sequence.num_shared + own, own
+        if not sequence.num_hit or sequence.num_preemptions:
+            return sequence.num_shared, 0
+        found = sequence.num_hit // self.block_size
+        return found, found - int(self.sharing * found)
 
     def share(self, sequence: Sequence, num_found: int) -> None:
-        """Reuse its own cached blocks."""
-        if num_found:
-            self.free -= num_found
+        """Take its cached blocks; those that no running request holds were unused."""
+        if sequence.kept is not None:
+            self.free -= num_found - sequence.num_shared
             sequence.kept[0] = 0
-        sequence.kept = None
+            sequence.kept = None
+        elif num_found and not sequence.num_preemptions:
+            sequence.num_shared = int(self.sharing * num_found)
+            self.allocate(num_found - sequence.num_shared)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate empty blocks, then evict."""
@@ -96,12 +108,13 @@ class KvBlocks:
         """Do nothing: prefixes are not shared."""
 
     def count_exclusive(self, sequence: Sequence, num_blocks: int) -> int:
-        """Return all blocks: none are shared."""
-        return num_blocks
+        """Return all blocks but those that other requests hold too."""
+        return num_blocks - sequence.num_shared
 
     def release(self, sequence: Sequence, num_tokens: int, *, is_requeued: bool) -> None:
         """Free its blocks; full ones keep their content."""
         num_full, rest = divmod(num_tokens, self.block_size)
+        num_full -= sequence.num_shared
         num_blocks = num_full + (rest > 0)
         self.free += num_blocks
         if not self.caches:

@@ -203,10 +203,12 @@ class EngineModel:
         sequence.num_generated = min(num_generated, sequence.num_output - 1)
         sequence.first_token_at = sequence.last_token_at = self.now
         computed = sequence.num_tokens - 1
-        num_blocks = -(-computed // self._block_size)
-        if self.num_running >= self._policy.max_num_seqs or num_blocks > self._blocks.free:
+        num_found, num_unused = self._blocks.find_cached(sequence)
+        num_blocks = -(-computed // self._block_size) - num_found
+        if self.num_running >= self._policy.max_num_seqs or num_blocks + num_unused > self._blocks.free:
             self._waiting.requeue(sequence)
             return
+        self._blocks.share(sequence, num_found)
         self._blocks.allocate(num_blocks)
         sequence.num_computed = computed
         self._decode(sequence)

@@ -24,9 +24,11 @@ class Sequence:
         "num_computed",
         "num_ever_computed",
         "num_generated",
+        "num_hit",
         "num_output",
         "num_preemptions",
         "num_prompt",
+        "num_shared",
         "num_slow_gaps",
         "order",
         "phase",
@@ -34,12 +36,18 @@ class Sequence:
         "was_late",
     )
 
-    def __init__(self, arrival: float, num_prompt: int, num_output: int, keys: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, arrival: float, num_prompt: int, num_output: int, keys: tuple[int, ...] = (), *, num_hit: int = 0
+    ) -> None:
         self.arrival = arrival
         self.num_prompt = num_prompt
         self.num_output = num_output
         self.keys = keys
         """Ids of the prompt's leading full KV blocks: equal ids mean equal prefixes. Empty: no shared prefix."""
+        self.num_hit = num_hit
+        """Prompt tokens that the prefix cache is assumed to hold when it is first admitted; for KvBlocks, which does
+        not know prefixes."""
+        self.num_shared = 0  # blocks that other requests hold too; for KvBlocks
         self.order = -1  # of arrival at the engine; set there
         self.was_late = False  # it has waited in the late queue
         self.num_generated = 0  # output tokens; while it decodes, as of when that began

@@ -10,5 +10,6 @@ from trimtab_operator.tuner.load.clients import Clients
 from trimtab_operator.tuner.load.demand import Demand, Growth
 from trimtab_operator.tuner.load.forecast import Forecast
 from trimtab_operator.tuner.load.lengths import Lengths, Pair
+from trimtab_operator.tuner.load.sharing import Sharing
 
-__all__ = ["Clients", "Demand", "Forecast", "Growth", "Lengths", "Pair"]
+__all__ = ["Clients", "Demand", "Forecast", "Growth", "Lengths", "Pair", "Sharing"]

@@ -122,6 +122,8 @@ class Predictor:
     variation: float = 1.0
     level: float = 0.99
     """Share of requests that must attain the objectives at capacity."""
+    sharing: float = 0.0
+    """Share of the cached prompt tokens that several running requests hold."""
     guesses: Mapping[Candidate, float] = field(default_factory=dict)
     """Capacities of the previous predictor: where searches start."""
     before: Mapping[Candidate, float] = field(default_factory=dict)
@@ -143,7 +145,7 @@ class Predictor:
     _brackets: dict[Candidate, Bracket] = field(default_factory=dict)
     _found: Sequence[InFlightRequest] | None = None
     _work: tuple[float, float] | None = None
-    _means: tuple[float, float] | None = None
+    _means: tuple[float, float, float] | None = None
     _survival: Survival | None = None
 
     def at(self, candidate: Candidate, rate: float) -> Prediction:
@@ -313,7 +315,7 @@ class Predictor:
     def _load(self, rate: float) -> Load:
         count = requests_for(rate)
         if count not in self._loads:
-            self._loads[count] = Load.drawn(self.pairs, variation=self.variation, count=count)
+            self._loads[count] = Load.drawn(self.pairs, variation=self.variation, count=count, sharing=self.sharing)
         return self._loads[count]
 
     def _guess(self, candidate: Candidate) -> float:
@@ -331,27 +333,33 @@ class Predictor:
         if others:
             return min(others)[1] * candidate.replicas
         cost = self.cost
-        prompt, output = self._mean_lengths()
-        seconds = cost.per_token * prompt + output * self._token_seconds(candidate.max_num_seqs) + cost.per_step
+        computed, _, output = self._mean_lengths()
+        seconds = cost.per_token * computed + output * self._token_seconds(candidate.max_num_seqs) + cost.per_step
         return 0.6 * candidate.replicas / max(seconds, 1e-9)
 
-    def _mean_lengths(self) -> tuple[float, float]:
-        """Return mean computed prompt tokens and output tokens."""
+    def _mean_lengths(self) -> tuple[float, float, float]:
+        """Return mean computed prompt tokens, prompt tokens and output tokens."""
         if self._means is None:
             count = max(1, len(self.pairs))
-            prompt = sum(pair.prompt - pair.cached for pair in self.pairs) / count
-            self._means = prompt, sum(pair.output for pair in self.pairs) / count
+            prompt = sum(pair.prompt for pair in self.pairs) / count
+            cached = sum(pair.cached for pair in self.pairs) / count
+            self._means = prompt - cached, prompt, sum(pair.output for pair in self.pairs) / count
         return self._means
+
+    @property
+    def computed_share(self) -> float:
+        """Share of the prompt tokens that are not cached."""
+        computed, prompt, _ = self._mean_lengths()
+        return computed / max(1.0, prompt)
 
     @property
     def typical_context(self) -> float:
         """Tokens of a request half-way through its output."""
-        prompt, output = self._mean_lengths()
+        _, prompt, output = self._mean_lengths()
         return prompt + output / 2
 
     def _token_seconds(self, slots: int = TYPICAL_BATCH) -> float:
         """Return the cost of one output token: its share of a well-filled step."""
         cost = self.cost
-        prompt, output = self._mean_lengths()
         batch = max(1.0, min(slots, TYPICAL_BATCH))
-        return cost.per_step / batch + cost.per_token + cost.per_sequence + cost.per_context * (prompt + output / 2)
+        return cost.per_step / batch + cost.per_token + cost.per_sequence + cost.per_context * self.typical_context

@@ -50,14 +50,18 @@ class Load:
     pairs: tuple[Pair, ...]
     gaps: tuple[float, ...]
     """Interarrival times of mean 1."""
+    sharing: float = 0.0
+    """Share of the cached prompt tokens that several running requests hold, so that they take blocks once."""
 
     @classmethod
-    def drawn(cls, known: Values[Pair], *, variation: float, count: int, seed: int = SEED) -> Load:
+    def drawn(
+        cls, known: Values[Pair], *, variation: float, count: int, sharing: float = 0.0, seed: int = SEED
+    ) -> Load:
         """Return a load spread evenly over the known lengths by their work, then shuffled."""
         draws = Draws(seed)
         ordered = sorted(known, key=lambda pair: (pair.prompt - pair.cached + 20 * pair.output, pair.prompt))
         chosen = [ordered[min(len(ordered) - 1, int((i + 0.5) * len(ordered) / count))] for i in range(count)]
-        return cls(tuple(draws.shuffled(chosen)), tuple(draws.gaps(count, variation=variation)))
+        return cls(tuple(draws.shuffled(chosen)), tuple(draws.gaps(count, variation=variation)), sharing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class InFlightRequest:
     output: int
     """Expected total output tokens."""
     num_generated: int
+    cached: int = 0
+    """Prompt tokens that were in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +165,7 @@ def attains(
     """Return whether predict() would find that `level` of the requests attain the objectives, and the number of
     simulated requests. It stops as soon as too many violate them.
     """
-    fleet = _Fleet(candidate, cost, objectives)
+    fleet = _Fleet(candidate, cost, load, objectives)
     count = len(load.pairs)
     first = _warm_up(count)
     undecided = _Undecided(objectives)
@@ -189,7 +195,7 @@ def predict_clients(
 
     Requests after all clients have sent a new one are evaluated, relative to the present `rate`.
     """
-    fleet = _Fleet(candidate, cost, objectives)
+    fleet = _Fleet(candidate, cost, load, objectives)
     fleet.place(found)
     wanted = max(len(load.pairs), ROUNDS * len(found))
     ended: list[Sequence] = []
@@ -226,13 +232,18 @@ def _arrivals(load: Load, indices: range, rate: float) -> Iterator[float]:
 class _Fleet:
     """Simulated replicas of the candidate. Requests must be sent in order of time."""
 
-    def __init__(self, candidate: Candidate, cost: StepCost, objectives: Objectives) -> None:
+    def __init__(self, candidate: Candidate, cost: StepCost, load: Load, objectives: Objectives) -> None:
         slots, budget = candidate.max_num_seqs, candidate.max_num_batched_tokens
         policy = EngineModelPolicy(slots, budget, candidate.watermark, objectives.allowance)
         size = candidate.block_size
         self._longest = candidate.kv_blocks * size
         self.engines = [
-            EngineModel(cost, policy, KvBlocks(candidate.kv_blocks, size), slow_gap=objectives.slow_gap)
+            EngineModel(
+                cost,
+                policy,
+                KvBlocks(candidate.kv_blocks, size, sharing=load.sharing),
+                slow_gap=objectives.slow_gap,
+            )
             for _ in range(candidate.replicas)
         ]
         self._counts = [0] * candidate.replicas
@@ -245,7 +256,7 @@ class _Fleet:
             engine = self.engines[index % len(self.engines)]
             prompt = min(max(1, there.prompt), self._longest - 1)
             output = min(max(there.output, there.num_generated + 1), self._longest - prompt)
-            sequence = Sequence(-there.age, prompt, output)
+            sequence = Sequence(-there.age, prompt, output, num_hit=min(there.cached, prompt - 1))
             if 0 < there.num_generated < output:
                 engine.add_in_progress(sequence, there.num_generated)
             else:
@@ -253,8 +264,9 @@ class _Fleet:
 
     def send(self, pair: Pair, at: float) -> Sequence:
         """Send one more request."""
-        prompt = min(max(1, pair.prompt - pair.cached), self._longest - 1)
-        sequence = Sequence(at, prompt, min(pair.output, self._longest - prompt))
+        prompt = min(max(1, pair.prompt), self._longest - 1)
+        output = min(pair.output, self._longest - prompt)
+        sequence = Sequence(at, prompt, output, num_hit=min(pair.cached, prompt - 1))
         index = self._least_busy(at) if len(self.engines) > 1 else 0
         engine = self.engines[index]
         engine.run_until(at)
@@ -323,7 +335,7 @@ def _serve(
     found: Values[InFlightRequest],
 ) -> _Simulation:
     """Simulate a part of the load."""
-    fleet = _Fleet(candidate, cost, objectives)
+    fleet = _Fleet(candidate, cost, load, objectives)
     fleet.place(found)
     times = _arrivals(load, indices, rate)
     sequences = [fleet.send(load.pairs[index], at) for index, at in zip(indices, times, strict=True)]

@@ -248,13 +248,14 @@ def _is_idle(state: TunerState, s: Situation) -> bool:
 
 
 def _waiting_seconds(s: Situation) -> float:
-    """Return queued work in replica-seconds: prompts at the prefill rate, over trusted replicas. One request per
-    replica has just arrived and is not a queue.
+    """Return queued work in replica-seconds: prompts without their cached part at the prefill rate, over trusted
+    replicas. One request per replica has just arrived and is not a queue.
     """
     gauges = [seen.gauges for seen in s.observation.trusted if seen.gauges is not None]
     if sum(now.waiting for now in gauges) <= len(gauges):
         return 0.0
-    return math.fsum(now.waiting_tokens or 0.0 for now in gauges) * s.cost.per_token
+    computed = 1.0 if s.predictor is None else s.predictor.computed_share
+    return math.fsum(now.waiting_tokens or 0.0 for now in gauges) * s.cost.per_token * computed
 
 
 def _of_forecast(forecast: Forecast | None, ahead: ForecastLoad | None) -> dict[str, float]:

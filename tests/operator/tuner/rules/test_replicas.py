@@ -43,6 +43,7 @@ class FixedCapacity:
     rate: float
     sampling_error: float = 0.0
     attainment_from_here: float = 1.0
+    computed_share: float = 1.0
 
     def at(self, candidate: Candidate, rate: float) -> FixedCapacity:
         return self
