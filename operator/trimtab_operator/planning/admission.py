@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,12 +42,43 @@ def validation_messages(
     facts: ModelFacts | None = None,
     gpu: Gpu | None = None,
 ) -> list[str]:
-    """Return all validation errors of a resource as lines; empty if it is valid."""
+    """Return all validation errors of a resource as lines; empty if it is valid.
+
+    If fields have the wrong type, the rules check the resource without these fields, so that one answer has all errors.
+    """
+
+    def parse(body: Mapping[str, Any]) -> InferenceDeployment:
+        return InferenceDeployment.parse(body, default_image=default_image, allowed_privileges=allowed_privileges)
+
     try:
-        deployment = InferenceDeployment.parse(body, default_image=default_image, allowed_privileges=allowed_privileges)
+        return [str(error) for error in validation_errors(parse(body), facts, gpu)]
     except InvalidSpec as error:
-        return list(error.findings)
-    return [str(error) for error in validation_errors(deployment, facts, gpu)]
+        findings = list(error.findings)
+    wrong = [finding.partition(":")[0] for finding in findings]
+    try:
+        others = validation_errors(parse(_without(body, wrong)), facts, gpu)
+    except InvalidSpec:
+        return findings
+    return findings + [str(error) for error in others if not any(_overlap(error.field, field) for field in wrong)]
+
+
+def _without(body: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of a resource without these fields, written as in error messages. List items become the list."""
+    copy: dict[str, Any] = json.loads(json.dumps(body, default=str))
+    for field in fields:
+        node: Any = copy
+        *parents, last = field.partition("[")[0].split(".")
+        for name in parents:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(last, None)
+    return copy
+
+
+def _overlap(field: str, other: str) -> bool:
+    """Return True if one field contains the other."""
+    shorter, longer = sorted((field, other), key=len)
+    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
 
 
 def warnings_of(

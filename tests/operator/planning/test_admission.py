@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trimtab_operator.planning.admission import ClusterContext, review
+from trimtab_operator.planning.admission import ClusterContext, review, validation_messages
 from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -77,3 +77,23 @@ def test_more_gpus_than_any_node_has_are_accepted_with_a_warning() -> None:
     assert "requests 8 GPUs" in answer["warnings"][0]
     assert "warnings" not in verdict(a_body("cuda", parallelism={"tensor": 4}), nodes=[node])
     assert "warnings" not in verdict(a_body("cuda", parallelism={"tensor": 8}))
+
+
+def test_wrong_types_do_not_hide_violated_rules() -> None:
+    spec = {
+        "replicas": "2",
+        "scaling": {"minReplicas": 3, "maxReplicas": 2},
+        "runtime": {"device": "cpu", "args": ["--sead=1"]},
+        "template": {"spec": {"nodeSelector": {"nvidia.com/gpu.present": "yes"}, "containers": [{"name": "app"}]}},
+    }
+    lines = validation_messages(a_body() | {"spec": {"model": {"uri": "file:///m"}, **spec}}, default_image="e")
+    fields = [line.partition(":")[0] for line in lines]
+    assert fields[0] == "spec.replicas"
+    assert {"spec.scaling.minReplicas", "spec.runtime.args[0]", "spec.template.spec.containers[0].name"} <= set(fields)
+
+
+def test_rule_about_a_field_of_wrong_type_is_not_reported() -> None:
+    body = a_body(scaling={"minReplicas": "3", "maxReplicas": 2})
+    assert [line.partition(":")[0] for line in validation_messages(body, default_image="e")] == [
+        "spec.scaling.minReplicas"
+    ]
