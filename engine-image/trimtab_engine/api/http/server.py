@@ -5,10 +5,12 @@ import contextlib
 import errno
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
+from trimtab_engine.api.http.connections import ConnectionLimits
 from trimtab_engine.api.http.protocol import BoundedHeadProtocol
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.ipc.network import family_of, in_url
@@ -20,8 +22,9 @@ BACKLOG = 2048
 class HttpServer:
     """HTTP server, running from start() to close()."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket) -> None:
+    def __init__(self, app: FastAPI, bound: socket.socket, limits: ConnectionLimits) -> None:
         self._socket = bound
+        self._limits = limits
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -30,20 +33,23 @@ class HttpServer:
                 lifespan="off",
                 timeout_graceful_shutdown=CLOSE_SECONDS,
                 server_header=False,
-                http=BoundedHeadProtocol,
+                http=partial(BoundedHeadProtocol, limits=limits),  # type: ignore[arg-type]  # called like a class
             )
         )
         self._task: asyncio.Task[None] | None = None
+        self._sweep: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._sweep = asyncio.create_task(self._limits.sweep_forever())
 
     async def close(self, seconds: int = CLOSE_SECONDS) -> None:
         """Stop accepting connections, wait up to `seconds` for responses in progress, and close."""
         self._server.config.timeout_graceful_shutdown = seconds
         self._server.should_exit = True
-        if self._task is not None:
+        if self._task is not None and self._sweep is not None:
             await asyncio.gather(self._task, return_exceptions=True)
+            self._sweep.cancel()
 
 
 class _Uvicorn(uvicorn.Server):

@@ -7,6 +7,7 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from trimtab_engine.api.http.connections import ConnectionLimits
 from trimtab_engine.api.http.errors import add_error_handlers
 from trimtab_engine.api.http.get_and_head import get_and_head
 from trimtab_engine.api.http.middleware import BodyLimit, CloseWhileEnding, CountArrivals, LoadingGate
@@ -20,8 +21,11 @@ from trimtab_engine.api.openai.routes import openai_router
 from trimtab_engine.api.openai.state import RETRY_SECONDS, ServerOptions, ServerState
 from trimtab_engine.api.openai.tokenize_routes import tokenize_router
 from trimtab_engine.api.openai.unsupported_routes import unsupported_router
+from trimtab_engine.ipc.open_files import raise_open_file_limit
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health", "/ping"})
+RESERVED_FILES = 256
+MAX_UNFINISHED_BODIES = 4  # of the largest size, held in memory while they are received
 METRICS = frozenset({"/metrics", "/load"})
 
 
@@ -45,6 +49,12 @@ def build_app(state: ServerState) -> FastAPI:
     app.add_middleware(CloseWhileEnding, is_ending=lambda: state.is_ending)
     app.add_middleware(CountArrivals, on_arrival=state.count_request, uncounted=PROBES | METRICS)
     return app
+
+
+def connection_limits(state: ServerState) -> ConnectionLimits:
+    """Return the limits of the public port. Files, other sockets and the admin port need descriptors, too."""
+    max_connections = max(raise_open_file_limit() - RESERVED_FILES, 1)
+    return ConnectionLimits(max_connections, lambda: MAX_UNFINISHED_BODIES * _max_body_bytes(state))
 
 
 def _max_body_bytes(state: ServerState) -> int:

@@ -12,7 +12,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab_engine.api.admin.routes import build_admin_app
+from trimtab_engine.api.admin.routes import MAX_ADMIN_BODY_BYTES, build_admin_app
+from trimtab_engine.api.http.connections import ConnectionLimits
 from trimtab_engine.api.http.server import CLOSE_SECONDS, HttpServer, bind, loop_factory
 from trimtab_engine.api.metrics.exporter import EngineExporter
 from trimtab_engine.api.openai.state import ServerOptions, ServerState
@@ -23,6 +24,7 @@ from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.engine_client.scaling import CoreScaling
+from trimtab_engine.ipc.open_files import raise_open_file_limit
 from trimtab_engine.ipc.process_exit import EXIT_INTERRUPTED
 from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.messages.admin import EngineState
@@ -33,6 +35,8 @@ MAX_TERMINATING_SHARE = 0.5  # maximum share of the shutdown timeout; the rest i
 MAX_TERMINATING_SECONDS = (
     15.0  # clients that continue longer address this engine directly and would keep it alive forever
 )
+MAX_ADMIN_CONNECTIONS = 64
+SPARE_FILES = 256  # descriptors besides one per sequence: probes, metrics, waiting requests, other processes
 ABORT_GRACE_SECONDS = 2.0  # for the last bytes of aborted requests
 FAILURE_RESPONSE_SECONDS = 1.0  # after a failure: pending requests get their error, new ones 503
 FAILURE_CLOSE_SECONDS = 1  # until connections close; with the core's grace period the exit takes less than 5 s
@@ -56,6 +60,15 @@ def run_server(config: EngineConfig, options: ServerOptions, listen: Listen, shu
     Raises:
         ConfigError: A port cannot be bound.
     """
+    open_files = raise_open_file_limit()
+    if open_files < config.max_num_seqs_cap + SPARE_FILES:
+        logger.warning(
+            "%d files may be open, but %d requests may run at once, each with a connection; raise the hard limit "
+            "(ulimit -Hn) to %d or more",
+            open_files,
+            config.max_num_seqs_cap,
+            config.max_num_seqs_cap + SPARE_FILES,
+        )
     sockets = [bind(listen.host, listen.port, "--port")]
     if listen.admin_port is not None:
         sockets.append(bind(listen.admin_host, listen.admin_port, "--admin-port"))
@@ -102,7 +115,11 @@ class _EngineServer:
         self._state.on_drain = self._servers.begin_drain
         self._state.on_drop_media_cache = self._servers.drop_media_cache
         self._admin = (
-            HttpServer(build_admin_app(self._state, self._scaling.call, self._exporter.requests), sockets[1])
+            HttpServer(
+                build_admin_app(self._state, self._scaling.call, self._exporter.requests),
+                sockets[1],
+                ConnectionLimits(MAX_ADMIN_CONNECTIONS, lambda: MAX_ADMIN_CONNECTIONS * MAX_ADMIN_BODY_BYTES),
+            )
             if len(sockets) > 1
             else None
         )

@@ -17,7 +17,7 @@ from trimtab_engine.api.metrics.observations import ObservationBuffer
 from trimtab_engine.api.metrics.tracing import tracer_of
 from trimtab_engine.api.openai.loading import load_serving
 from trimtab_engine.api.openai.state import ServerState, Serving
-from trimtab_engine.api.serving.app import build_app
+from trimtab_engine.api.serving.app import build_app, connection_limits
 from trimtab_engine.api.serving.server_messages import (
     AbortAll,
     BecomeNotReady,
@@ -105,7 +105,9 @@ class ServerProcess:
         self._exporter = LinkExporter(link)
         self._observations = ObservationBuffer()
         self._state = ServerState(start.options, self._core, self._exporter)
-        self._http = HttpServer(build_app(self._state), socket.socket(fileno=start.listen_fd))
+        self._http = HttpServer(
+            build_app(self._state), socket.socket(fileno=start.listen_fd), connection_limits(self._state)
+        )
         self._tracer = tracer_of(start.options.otlp_traces_endpoint, start.options.served_model_names[0])
         self._reported_counts = (0, 0)
         self._serving: Serving | None = None

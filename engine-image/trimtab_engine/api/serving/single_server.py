@@ -8,7 +8,7 @@ from trimtab_engine.api.metrics.observations import Observer
 from trimtab_engine.api.metrics.tracing import tracer_of
 from trimtab_engine.api.openai.loading import load_serving
 from trimtab_engine.api.openai.state import ServerState
-from trimtab_engine.api.serving.app import build_app
+from trimtab_engine.api.serving.app import build_app, connection_limits
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.messages.lifecycle import CoreFailed
 
@@ -20,7 +20,7 @@ class SingleServer:
         self, config: EngineConfig, state: ServerState, exporter: EngineExporter, bound: socket.socket
     ) -> None:
         self._config, self._state, self._exporter = config, state, exporter
-        self._http = HttpServer(build_app(state), bound)
+        self._http = HttpServer(build_app(state), bound, connection_limits(state))
         self._tracer = tracer_of(state.options.otlp_traces_endpoint, state.options.served_model_names[0])
         self.idle = state.idle
 
