@@ -14,10 +14,10 @@ from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.actions import Action, delete_of
 from trimtab_operator.observed.drift import plan_applies
 from trimtab_operator.observed.groups import ObservedChildren, is_terminating, is_worker
-from trimtab_operator.planning.children import allowed_down
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.rollout.group_assignment import allowed_down
 
 
 def plan_optional(

@@ -29,7 +29,7 @@ from trimtab_operator.observed.engines import ReportedScheduling, observe_replic
 from trimtab_operator.observed.groups import ordinal_of
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.planning.apply_backoff import RepeatedApply, suppress_repeated_applies
-from trimtab_operator.planning.children import allowed_down, plan_children, plan_rendezvous_secret, plan_tuning_state
+from trimtab_operator.planning.children import plan_children, plan_rendezvous_secret, plan_tuning_state
 from trimtab_operator.planning.download_events import download_events
 from trimtab_operator.planning.gpu_budget import (
     NO_ROOM_IN_BUDGET,
@@ -72,6 +72,7 @@ from trimtab_operator.planning.tuning import (
 from trimtab_operator.resource.spec import REPLICAS_IGNORED, InferenceDeployment
 from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.canary_comparison import CanaryComparison, find_regression
+from trimtab_operator.rollout.group_assignment import GroupAssignment, allowed_down, assign_revisions
 from trimtab_operator.rollout.pod_lifecycle import PodLifecyclePlan, plan_pod_lifecycle
 from trimtab_operator.rollout.rollback import (
     RolloutPlan,
@@ -320,26 +321,28 @@ def _plan_next_step(
         rollout_plan.state,
         surge_obstacle=surge.surge_obstacle if rollout_plan.target is not None else rollout_plan.state.surge_obstacle,
     )
-    allowed = 1 if rollout_plan.is_canary else allowed_down(deployment, count)
-    lifecycle = _plan_lifecycle(snapshot, known, rollout_plan.target, allowed=allowed)
-    children: tuple[Action, ...] = plan_applies([service_account(deployment)], known.observed)
+    assignment = None
     if rollout_plan.target is not None:
+        assignment = assign_revisions(
+            rollout_plan.target,
+            known.observed,
+            replicas=count,
+            unverified=rollout_plan.unverified,
+            loads=_request_counts(snapshot),
+            surge=surge.groups,
+            max_new_groups=max_new_groups,
+            known_good=known_good if rollout_plan.is_canary else None,
+            without_node=unschedulable_groups(known.observed, now=now),
+            max_placed=known.state.max_placed,
+        )
+    allowed = 1 if rollout_plan.is_canary else allowed_down(deployment, count)
+    lifecycle = _plan_lifecycle(snapshot, known, assignment, allowed=allowed)
+    children: tuple[Action, ...] = plan_applies([service_account(deployment)], known.observed)
+    if assignment is not None:
         children = (
             *children,
             *plan_rendezvous_secret(target, known.observed, token=snapshot.token),
-            *plan_children(
-                rollout_plan.target,
-                known.observed,
-                replicas=count,
-                held=lifecycle.held,
-                unverified=rollout_plan.unverified,
-                loads=_request_counts(snapshot),
-                surge=surge.groups,
-                max_new_groups=max_new_groups,
-                known_good=known_good if rollout_plan.is_canary else None,
-                without_node=unschedulable_groups(known.observed, now=now),
-                max_placed=known.state.max_placed,
-            ),
+            *plan_children(assignment, known.observed, held=lifecycle.held),
             *plan_optional(target, known.observed, snapshot.installation, replicas=count),
         )
     filtered = suppress_repeated_applies(children, known.state.repeated_applies, now=snapshot.at)
@@ -445,20 +448,21 @@ def status_inputs_after_error(
 
 
 def _plan_lifecycle(
-    snapshot: ClusterSnapshot, known: RecalledState, target: Rendered | None, *, allowed: int
+    snapshot: ClusterSnapshot, known: RecalledState, assignment: GroupAssignment | None, *, allowed: int
 ) -> PodLifecyclePlan:
     """Plan deletions and back-offs of pods.
 
-    `target` is the wanted revision (None: leave replicas as they are); `allowed` groups may be down for it.
+    Without an assignment, StatefulSets stay as they are. `allowed` groups may be down for it.
     """
-    revision = None if target is None else target.revision
+    revision = None if assignment is None else assignment.wanted.revision
+    revisions = None if assignment is None else {n: one.revision for n, one in assignment.revisions.items()}
     return plan_pod_lifecycle(
         known.observed,
         nodes=snapshot.nodes,
         partly_placed=snapshot.partly_placed,
         now=datetime.fromtimestamp(snapshot.at, UTC),
         change_id=None if revision is None else f"{snapshot.deployment.generation}-{revision}",
-        revision=revision,
+        revisions=revisions,
         allowed=allowed,
         max_placed=known.state.max_placed,
     )

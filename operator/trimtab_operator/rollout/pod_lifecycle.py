@@ -61,7 +61,7 @@ def plan_pod_lifecycle(
     partly_placed: tuple[Age, ...] | None,
     now: datetime,
     change_id: str | None,
-    revision: str | None = None,
+    revisions: Mapping[int, str] | None = None,
     allowed: int = 1,
     max_placed: int = 0,
 ) -> PodLifecyclePlan:
@@ -69,8 +69,8 @@ def plan_pod_lifecycle(
 
     `nodes` is None if they cannot be listed. `partly_placed` are the partly scheduled groups of all resources; None if
     only this resource's own are visible. `change_id` names the current generation and revision, None while the spec is
-    invalid. `revision` is the wanted revision (None: that of the StatefulSets), `allowed` the number of groups that may
-    be down for it, and `max_placed` the largest number of groups that were scheduled at once.
+    invalid. `revisions` is the assigned revision by ordinal (None: that of each StatefulSet), `allowed` the number of
+    groups that may be down for it, and `max_placed` the largest number of groups that were scheduled at once.
     """
     groups, without_node = groups_of(observed), unschedulable_groups(observed, now=now)
     lost = lost_pod_deletions(observed.pods, (nodes or ()) if may_be_on_lost_node(observed.pods) else (), now)
@@ -78,7 +78,7 @@ def plan_pod_lifecycle(
     outdated = plan_pod_replacements(
         groups,
         allowed,
-        wanted_revision=revision,
+        revisions=revisions,
         without_node=without_node,
         max_placed=max_placed,
         budget=find_eviction_budget(observed),

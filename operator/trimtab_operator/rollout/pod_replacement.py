@@ -11,7 +11,7 @@ the API server allows only one of the two. The other pods of the group follow in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from trimtab_operator.observed.actions import Delete, delete_of
 from trimtab_operator.observed.groups import (
@@ -32,17 +32,18 @@ def plan_pod_replacements(
     groups: Sequence[Group],
     allowed: int,
     *,
-    wanted_revision: str | None = None,
+    revisions: Mapping[int, str] | None = None,
     without_node: Collection[str] = frozenset(),
     max_placed: int = 0,
     budget: str | None = None,
 ) -> Iterator[Delete]:
     """Yield deletions of outdated pods, which their StatefulSets then recreate.
 
-    A serving group is replaced only while fewer than `allowed` groups are down, and only for `wanted_revision` (None
-    for any). Groups `without_node` (names; rollout/surge.py) do not count as down unless they had a node: `max_placed`
-    groups were scheduled at once. `budget` names the PodDisruptionBudget that allows an eviction
-    (`find_eviction_budget`).
+    `revisions` is the assigned revision by ordinal (rollout/group_assignment.py); None accepts the StatefulSets' own. A
+    group without one, or whose StatefulSet does not have it yet, is left as it is. A serving group is replaced only
+    while fewer than `allowed` groups are down. Groups `without_node` (names; rollout/surge.py) do not count as down
+    unless they had a node: `max_placed` groups were scheduled at once. `budget` names the PodDisruptionBudget that
+    allows an eviction (`find_eviction_budget`).
 
     Nothing is deleted before the StatefulSet controller has observed the new template, nor while the group's two
     templates differ: the controller would create pods from the old one.
@@ -51,7 +52,7 @@ def plan_pod_replacements(
     room = allowed_unavailable(allowed, groups, without_node, max_placed=max_placed) - down
     for group in groups:
         serving = budget if group.serves else None
-        pods = tuple(_outdated_in(group, wanted_revision, serving))
+        pods = tuple(_outdated_in(group, serving)) if _has_assigned_revision(group, revisions) else ()
         if pods and group.serves:
             room -= 1
         if not group.serves or room >= 0:
@@ -75,14 +76,17 @@ def find_eviction_budget(observed: ObservedChildren) -> str | None:
     return None
 
 
-def _outdated_in(group: Group, wanted_revision: str | None, budget: str | None) -> Iterator[Delete]:
+def _has_assigned_revision(group: Group, revisions: Mapping[int, str] | None) -> bool:
+    """Return True if both templates have the assigned revision and the controller has observed them."""
+    found = {_template_revision(stateful_set) for stateful_set in group.stateful_sets}
+    if len(found) != 1 or "" in found or not all(map(_is_observed, group.stateful_sets)):
+        return False
+    return revisions is None or revisions.get(group.ordinal) in found
+
+
+def _outdated_in(group: Group, budget: str | None) -> Iterator[Delete]:
     """Yield deletions of the pods of one group that differ from their StatefulSet's template."""
-    revisions = {_template_revision(stateful_set) for stateful_set in group.stateful_sets}
-    if len(revisions) != 1 or not all(map(_is_observed, group.stateful_sets)):
-        return
-    (revision,) = revisions
-    if not revision or wanted_revision not in (None, revision):
-        return
+    revision = _template_revision(group.stateful_set)
     for pod in group.pods:
         is_elsewhere = pod_rendezvous_address(pod) not in (None, *group.rendezvous_addresses)
         if (revision_label(pod) != revision or is_elsewhere) and not is_terminating(pod):

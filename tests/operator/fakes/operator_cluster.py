@@ -47,7 +47,7 @@ from trimtab_operator.report.status import build_status
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
-from trimtab_operator.resource.time import timestamp
+from trimtab_operator.resource.time import parse_time, timestamp
 from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value
 from trimtab_operator.tuner.samples import Config, Counters, Finished, Gauges, Ledger, RequestUpdates, Sample
 
@@ -127,6 +127,8 @@ class FakeCluster:
         """What the operator derives admin tokens from, and what it did before."""
         self.former_secret: bytes | None = None
         self.start_seconds = start_seconds
+        self.drain_seconds = 0.0
+        """How long a deleted pod stays, unless it is deleted without grace."""
         self.nodes = nodes
         self.unschedulable_message = "0/1 nodes are available: 1 Insufficient cpu."
         """What the scheduler says of a pod for which no node is left."""
@@ -348,8 +350,16 @@ class FakeCluster:
         key = name if kind == "Pod" else (kind, name)
         if key in store:
             assert store[key]["metadata"].get("uid", "") == uid, f"{key} is another one now"
-            del store[key]
+            if kind == "Pod" and self.drain_seconds and grace_seconds != 0:
+                self._drain(store[key])
+            else:
+                del store[key]
         self._written()
+
+    def _drain(self, pod: dict[str, Any]) -> None:
+        """Let a pod end within its grace period."""
+        ends = {"deletionTimestamp": timestamp(_moment(self.now + self.drain_seconds))}
+        pod["metadata"] = {**ends, "deletionGracePeriodSeconds": int(self.drain_seconds), **pod["metadata"]}
 
     def lets_go(self, name: str) -> bool:
         """Whether the PodDisruptionBudget lets a pod be evicted now, as the API server asks it: one that is not Ready
@@ -391,14 +401,19 @@ class FakeCluster:
     def controllers(self) -> None:
         """StatefulSets, scheduler, kubelets, Jobs and garbage collection take one step."""
         wanted = self._wanted_pods()
-        gone = [name for name in self.pods if name not in wanted]
-        for name in gone:
-            del self.pods[name]
+        for name, pod in list(self.pods.items()):
+            if name not in wanted and self.drain_seconds:
+                self._drain(pod)
+            ends = parse_time(pod["metadata"].get("deletionTimestamp"))
+            has_ended = ends is not None and ends.timestamp() <= self.now
+            if has_ended or (name not in wanted and not self.drain_seconds):
+                del self.pods[name]
         for name, (owner, template) in wanted.items():
             present = self.pods.get(name)
             is_kept = owner["kind"] == "StatefulSet" or (present and _is_made_from(present, owner, template))
             is_refused = present is None and len(self.pods) >= self.quota
-            if (present is None or is_terminating(present) or not is_kept) and not is_refused:
+            is_ending = present is not None and is_terminating(present) and not self.drain_seconds
+            if (present is None or is_ending or not is_kept) and not is_refused:
                 self._make_pod(name, owner, template)
         self._schedule()
         self.kubelets()

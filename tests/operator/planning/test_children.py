@@ -21,7 +21,8 @@ from trimtab_operator.builders.service import rendezvous_service
 from trimtab_operator.builders.stateful_set import GANG_BACKOFF_ANNOTATION, Held, rendered
 from trimtab_operator.observed.actions import Apply, Delete
 from trimtab_operator.observed.groups import ObservedChildren, groups_of, is_pod_ready
-from trimtab_operator.planning.children import allowed_down, plan_children, plan_tuning_state
+from trimtab_operator.planning.children import plan_children, plan_tuning_state
+from trimtab_operator.rollout.group_assignment import allowed_down, assign_revisions
 
 HASH = "a" * 64
 
@@ -469,7 +470,8 @@ def test_backed_off_group_has_no_pods_until_retry() -> None:
         (Held("note", has_pods=True), 3),
         (Held("", has_pods=True), 3),
     ):
-        cluster.do(plan_children(wanted, cluster.children(), replicas=1, held={0: held}))
+        assignment = assign_revisions(wanted, cluster.children(), replicas=1)
+        cluster.do(plan_children(assignment, cluster.children(), held={0: held}))
         cluster.controllers()
         assert len(cluster.pods) == pods
         stored = cluster.objects["StatefulSet", "m-g0"]["metadata"]["annotations"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from operator_builders import a_deployment
 from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
-from trimtab_operator.planning.children import allowed_down
+from trimtab_operator.rollout.group_assignment import allowed_down
 from trimtab_operator.rollout.rollback import from_text
 from trimtab_operator.rollout.surge import PLACEMENT_TIMEOUT_SECONDS, allowed_surge
 from trimtab_operator.validation.rules import validation_errors
