@@ -14,8 +14,8 @@ from trimtab_simulator.hindsight.fixed_values import static_best, static_n
 from trimtab_simulator.hindsight.oracle import Plan, find_plan, replay_plan
 from trimtab_simulator.hindsight.targets import best_target
 from trimtab_simulator.policies.aimd import Aimd
-from trimtab_simulator.policies.names import WITH_TARGET, PolicySpec
-from trimtab_simulator.policies.trimtab import Trimtab
+from trimtab_simulator.policies.names import WITH_OBJECTIVES, WITH_TARGET, PolicySpec
+from trimtab_simulator.policies.trimtab import HOUR_SECONDS, Trimtab
 from trimtab_simulator.replay import SimulationResult
 from trimtab_simulator.scores import Score
 
@@ -68,6 +68,10 @@ def run_policy(experiment: Experiment, entry: PolicySpec) -> Result:
         case "trimtab" | "replicas-only":
             policy = Trimtab(experiment.setup, pinned=entry.name == "replicas-only", name=entry.name)
             outcome = experiment.run(policy)
+        case "trimtab-restarted":
+            outcome = experiment.run(Trimtab(experiment.setup, name=entry.name, restart_seconds=HOUR_SECONDS))
+        case baseline if baseline in WITH_OBJECTIVES:
+            outcome = experiment.run(WITH_OBJECTIVES[baseline](experiment.setup))
         case baseline:
             target, outcome = _baseline(experiment, baseline, target)
     return Result(entry, experiment.judge(entry.label, outcome), outcome, start, target)
@@ -146,7 +150,7 @@ def to_json(experiment: Experiment, results: Sequence[Result]) -> dict[str, Any]
             "max_replicas": settings.max_replicas,
             "start_replicas": settings.start_replicas,
             "cold_start_seconds": settings.cold_start_seconds,
-            "router": experiment.loop.router.value,
+            "router": experiment.loop.router.kind.value,
             "parameters": {parameter.value: value for parameter, value in settings.parameters.items()},
         },
         "policies": [result.to_json() for result in results],

@@ -1,13 +1,15 @@
 """Kubernetes' Horizontal Pod Autoscaler and policies built on it: a target of running requests, and KEDA's queue.
 
-Defaults of autoscaling/v2: every 15 s, a tolerance of 10 %, up at once by at most double or 4 pods per 15 s, down only
-to the highest recommendation of the last 300 s.
+Every 15 s, with a tolerance of 10 %. The defaults of `behavior` in autoscaling/v2 are: up at once by at most double or
+4 pods per 15 s, down only to the highest recommendation of the last 300 s.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trimtab_operator.tuner.samples import Phase
 
@@ -16,10 +18,25 @@ from trimtab_simulator.policies.signals import Sliding, num_pods, running, sampl
 
 SYNC_SECONDS = 15.0
 TOLERANCE = 0.1
-DOWN_WINDOW_SECONDS = 300.0
-UP_FACTOR, UP_PODS = 2, 4  # per 15 s, whichever allows more
 
 KEDA_POLL_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Behavior:
+    """`spec.behavior`: stabilization windows, and how far one period may move. Times are in seconds.
+
+    Up to the lowest recommendation of `up_window`, at most to `up_factor` times the pods or `up_pods` more of them,
+    whichever allows more. Down to the highest of `down_window`, by at most `down_pods`.
+    """
+
+    up_window: float = 0.0
+    up_factor: float = 2.0
+    up_pods: int = 4
+    up_period: float = 15.0
+    down_window: float = 300.0
+    down_pods: float = math.inf
+    down_period: float = 15.0
 
 
 def per_pod(target: float) -> Callable[[PolicyInput], int]:
@@ -67,18 +84,27 @@ def total(read: Callable[[PolicyInput], float], target: float) -> Callable[[Poli
 
 
 class Hpa:
-    """One autoscaler with one metric."""
+    """One autoscaler with one metric, read at most every `poll_seconds`."""
 
     def __init__(
-        self, name: str, recommend: Callable[[PolicyInput], int], *, poll_seconds: float = SYNC_SECONDS
+        self,
+        name: str,
+        recommend: Callable[[PolicyInput], int],
+        *,
+        behavior: Behavior | None = None,
+        poll_seconds: float = SYNC_SECONDS,
     ) -> None:
         self.name = name
         self.tick_seconds = SYNC_SECONDS
         self.reads_requests = False
         self._recommend = recommend
+        self._behavior = behavior or Behavior()
         self._poll_seconds = poll_seconds
         self._polled: tuple[float, PolicyInput] | None = None
-        self._recent = Sliding(DOWN_WINDOW_SECONDS)
+        self._recent_up = Sliding(self._behavior.up_window)
+        self._recent_down = Sliding(self._behavior.down_window)
+        self._last: tuple[float, int] | None = None  # (time, pods) of the previous sync
+        self._changes: deque[tuple[float, int]] = deque()  # (time of the request, change of pods)
 
     def decide(self, view: PolicyInput) -> PolicyActions:
         """Run one sync."""
@@ -88,12 +114,27 @@ class Hpa:
             self._polled = (view.now, view)
         pods = num_pods(view)
         wanted = self._recommend(_with_pods_of(self._polled[1], view))
-        self._recent.add(view.now, wanted)
+        # A new autoscaler records the present pods as its first recommendation.
+        for recommended in (wanted,) if self._last is not None else (pods, wanted):
+            self._recent_up.add(view.now, recommended)
+            self._recent_down.add(view.now, recommended)
+        stable = int(max(self._recent_up.lowest, min(pods, self._recent_down.highest)))
+        if self._last is not None:
+            self._changes.append((self._last[0], pods - self._last[1]))
+        self._last = (view.now, pods)
+        return PolicyActions(replicas=max(1, self._limit(stable, pods, view.now)))
+
+    def _limit(self, wanted: int, pods: int, now: float) -> int:
+        """Return `wanted` within the allowed change since the start of a period."""
+        behavior = self._behavior
+        while self._changes and self._changes[0][0] <= now - max(behavior.up_period, behavior.down_period):
+            self._changes.popleft()
         if wanted > pods:
-            wanted = min(wanted, max(UP_FACTOR * pods, pods + UP_PODS))
-        elif wanted < pods:
-            wanted = min(pods, int(self._recent.highest))
-        return PolicyActions(replicas=max(1, wanted))
+            before = pods - sum(n for at, n in self._changes if n > 0 and at > now - behavior.up_period)
+            most = max(math.ceil(behavior.up_factor * before), before + behavior.up_pods)
+            return max(pods, min(wanted, most))
+        before = pods - sum(n for at, n in self._changes if n < 0 and at > now - behavior.down_period)
+        return min(pods, max(wanted, int(max(0.0, before - behavior.down_pods))))
 
 
 def _with_pods_of(polled: PolicyInput, now: PolicyInput) -> PolicyInput:

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.policies.aibrix import Apa, Kpa
+from trimtab_simulator.policies.dynamo import dynamo_hybrid, dynamo_load, dynamo_throughput
+from trimtab_simulator.policies.gpustack import gpustack
 from trimtab_simulator.policies.hpa import hpa_running, keda_queue
 from trimtab_simulator.policies.kubeai import KubeAi
-from trimtab_simulator.policies.policy import Policy
+from trimtab_simulator.policies.llm_d import llm_d_slo
+from trimtab_simulator.policies.policy import Policy, PolicySetup
+from trimtab_simulator.policies.wva import wva
 
 WITH_TARGET: dict[str, Callable[[float], Policy]] = {
     "hpa-running": hpa_running,
@@ -18,12 +22,22 @@ WITH_TARGET: dict[str, Callable[[float], Policy]] = {
     "kubeai": KubeAi,
     "aibrix-kpa": Kpa,
     "aibrix-apa": Apa,
+    "gpustack": gpustack,
 }
 """Baselines with one target number of requests per replica."""
 
-WITHOUT_TARGET = ("static-default", "static-best", "static-n", "aimd", "replicas-only", "trimtab", "oracle")
+WITH_OBJECTIVES: dict[str, Callable[[PolicySetup], Policy]] = {
+    "llm-d-slo": llm_d_slo,
+    "dynamo-load": dynamo_load,
+    "dynamo-throughput": dynamo_throughput,
+    "dynamo-hybrid": dynamo_hybrid,
+    "wva": wva,
+}
+"""Baselines that read the objectives, or have published thresholds."""
 
-NAMES = (*WITHOUT_TARGET[:3], *WITH_TARGET, *WITHOUT_TARGET[3:])
+FIXED = ("static-default", "static-best", "static-n")
+OTHERS = ("aimd", "replicas-only", "trimtab", "trimtab-restarted", "oracle")
+NAMES = (*FIXED, *WITH_TARGET, *WITH_OBJECTIVES, *OTHERS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
-"""Signals that baselines read: sums and means of gauges, and sliding windows over them."""
+"""Signals that baselines read: sums and means of gauges, increases of counters, and sliding windows over them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot, Sample
 
@@ -36,6 +38,13 @@ def waiting(view: PolicyInput) -> float:
     return sum(sample.gauges.waiting for sample in samples(view))
 
 
+def lengths(sample: Sample) -> tuple[float, float, float, float]:
+    """Return counters of requests, their prompt tokens, finished requests, and output tokens."""
+    counters = sample.counters
+    arrived, prompts = counters.arrived or 0.0, counters.arrived_prompt_tokens or 0.0
+    return arrived, prompts, counters.finished, counters.generated_tokens
+
+
 class Sliding:
     """Values of the last `seconds`."""
 
@@ -44,9 +53,9 @@ class Sliding:
         self._values: deque[tuple[float, float]] = deque()
 
     def add(self, at: float, value: float) -> None:
-        """Add a value, and drop those that are too old."""
+        """Add a value, and drop values that are too old."""
         self._values.append((at, value))
-        while self._values[0][0] <= at - self._seconds:
+        while len(self._values) > 1 and self._values[0][0] <= at - self._seconds:
             self._values.popleft()
 
     @property
@@ -63,3 +72,47 @@ class Sliding:
     def lowest(self) -> float:
         """Lowest value."""
         return min(value for _, value in self._values)
+
+
+class Increases:
+    """Increases of counters over the last `seconds`, summed over replicas: PromQL's sum(increase()) without
+    extrapolation. `read` returns a sample's counters, always as many.
+    """
+
+    def __init__(self, seconds: float, read: Callable[[Sample], Sequence[float]]) -> None:
+        self._seconds = seconds
+        self._read = read
+        self._pages: deque[tuple[float, dict[str, Sequence[float]]]] = deque()
+
+    def add(self, view: PolicyInput) -> None:
+        """Add the counters of all replicas, and drop pages that are too old."""
+        page = {s.replica: self._read(s.sample) for s in view.snapshots if s.sample is not None}
+        self._pages.append((view.now, page))
+        while self._pages[0][0] < view.now - self._seconds:
+            self._pages.popleft()
+
+    @property
+    def totals(self) -> list[float]:
+        """The increase of each counter; empty without replicas."""
+        first: dict[str, Sequence[float]] = {}
+        last: dict[str, Sequence[float]] = {}
+        for _, page in self._pages:
+            first = page | first
+            last |= page
+        changes = ([after - before for before, after in zip(first[name], last[name], strict=True)] for name in last)
+        return [sum(column) for column in zip(*changes, strict=True)]
+
+
+def histogram_quantile(quantile: float, edges: Sequence[float], counts: Sequence[float]) -> float | None:
+    """Return a quantile of cumulative counts, as PromQL estimates it; None without observations.
+
+    Values are spread evenly within a bucket; in the last one the result is the highest finite edge.
+    """
+    if not counts or counts[-1] <= 0:
+        return None
+    rank = quantile * counts[-1]
+    index = bisect_left(counts, rank)
+    if index == len(edges) - 1:
+        return edges[-2]
+    low, below = (edges[index - 1], counts[index - 1]) if index else (0.0, 0.0)
+    return low + (edges[index] - low) * (rank - below) / (counts[index] - below)

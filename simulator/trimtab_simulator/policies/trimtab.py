@@ -14,25 +14,35 @@ from trimtab_operator.tuner.objectives import Itl, ItlKind, Objectives, Ttft
 from trimtab_operator.tuner.parameters import Parameter, Value
 from trimtab_operator.tuner.settings import Bounds, Mode, Pace, Scaling, Seasonal, Settings
 from trimtab_operator.tuner.state import TunerState
+from trimtab_operator.tuner.stored import from_json, to_json
 
 from trimtab_simulator.policies.policy import PolicyActions, PolicyInput, PolicySetup
 
 TICK_SECONDS = 15.0
+HOUR_SECONDS = 3600.0
 WRONG_PRIOR = (1.25, 0.75, 1.25, 0.75)  # factors of the true coefficients, which the tuner has to learn
 
 
 class Trimtab:
     """`pinned`: live parameters keep their start values, and only replicas change. `history`: season of earlier
-    periods, by which arrivals are forecast.
+    periods, by which arrivals are forecast. The operator restarts every `restart_seconds`, and then has only its
+    stored state.
     """
 
     def __init__(
-        self, setup: PolicySetup, *, pinned: bool = False, name: str = "trimtab", history: Season | None = None
+        self,
+        setup: PolicySetup,
+        *,
+        pinned: bool = False,
+        name: str = "trimtab",
+        history: Season | None = None,
+        restart_seconds: float = math.inf,
     ) -> None:
         self.name = name
         self.tick_seconds = TICK_SECONDS
         self.reads_requests = True
         self.state = TunerState()
+        self._restart_seconds = self._next_restart = restart_seconds
         self.settings = _settings(setup, pinned=pinned)
         if history is not None and self.settings.scaling is not None:
             forecast = Seasonal(history.period_seconds, len(history.rates))
@@ -41,6 +51,9 @@ class Trimtab:
 
     def decide(self, view: PolicyInput) -> PolicyActions:
         """Run one tuner step."""
+        if view.now >= self._next_restart:
+            self._next_restart += self._restart_seconds
+            self.state = from_json(to_json(self.state)) or TunerState()
         outcome = decide(view.snapshots, self.state, self.settings, view.now)
         self.state = outcome.state
         parameters: dict[Parameter, Value] = {}

@@ -8,10 +8,12 @@ from trimtab_operator.tuner.samples import Counters, Gauges, Phase, ReplicaSnaps
 from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.policies.aibrix import Apa, Kpa
 from trimtab_simulator.policies.aimd import Aimd
-from trimtab_simulator.policies.hpa import hpa_running, keda_queue
+from trimtab_simulator.policies.gpustack import gpustack
+from trimtab_simulator.policies.hpa import Behavior, Hpa, hpa_running, keda_queue, total
 from trimtab_simulator.policies.kubeai import KubeAi
 from trimtab_simulator.policies.names import PolicySpec, parse_policy_specs
 from trimtab_simulator.policies.policy import Policy, PolicyInput
+from trimtab_simulator.policies.signals import in_flight
 
 
 def make_snapshot(
@@ -48,7 +50,11 @@ def targets(policy: Policy, *views: PolicyInput) -> list[int | None]:
     ],
 )
 def test_an_hpa_divides_the_mean_by_its_target(running: float, wanted: int) -> None:
-    assert targets(hpa_running(10), pods(0, running)) == [wanted]
+    assert targets(hpa_running(10), pods(0, running), pods(301, running))[-1] == wanted
+
+
+def test_new_hpa_holds_the_present_pods_for_five_minutes() -> None:
+    assert targets(hpa_running(10), *(pods(15.0 * i, 4.0) for i in range(22)))[-3:] == [2, 1, 1]
 
 
 def test_hpa_scales_in_to_highest_of_five_minutes() -> None:
@@ -66,7 +72,8 @@ def test_hpa_scales_in_to_highest_of_five_minutes() -> None:
     ],
 )
 def test_an_hpa_counts_pods_that_start_against_its_own_wish(running: float, starting: int, wanted: int) -> None:
-    assert targets(hpa_running(10), pods(0, running, 2, starting=starting)) == [wanted]
+    views = [pods(at, running, 2, starting=starting) for at in (0, 301)]
+    assert targets(hpa_running(10), *views)[-1] == wanted
 
 
 def test_keda_divides_the_whole_queue_and_polls_every_30_seconds() -> None:
@@ -89,6 +96,23 @@ def test_kpa_panics_when_a_minute_is_twice_the_three() -> None:
     surge = [pods(180.0 + 10.0 * i, 100.0) for i in range(6)]
     assert targets(policy, *surge)[-1] == 4  # at most the double at once
     assert (policy.decide(pods(240.0, 0.0, 4)).replicas or 0) >= 4  # never down in panic
+
+
+def test_gpustack_divides_the_total_by_its_target() -> None:
+    """Three pods with 9 + 1 requests each, 8 per pod: ceil(30 / 8) = 4; 8.7 per pod are within the tolerance."""
+    assert targets(gpustack(8), pods(0, 9, 3, waiting=1)) == [4]
+    assert targets(gpustack(8), pods(0, 8.7, 3)) == [3]
+
+
+def test_hpa_behavior_limits_each_period() -> None:
+    """At most the double in a minute up, one pod in two minutes down."""
+    behavior = Behavior(up_pods=0, up_period=60, down_window=0, down_pods=1, down_period=120)
+    policy = Hpa("test", total(in_flight, 1.0), behavior=behavior)
+    count, seen = 2, []
+    for i in range(20):
+        count = policy.decide(pods(15.0 * i, 100 if i < 5 else 0, count)).replicas or count
+        seen.append(count)
+    assert seen == [4, 4, 4, 4, 8, *[7] * 8, *[6] * 7]
 
 
 def test_apa_multiplies_the_pods_that_there_are() -> None:
@@ -135,7 +159,7 @@ def test_policies_are_named_with_their_targets() -> None:
         PolicySpec("hpa-running", 30.0),
         PolicySpec("kubeai"),
     ]
-    assert len(parse_policy_specs("all")) == 12
+    assert len(parse_policy_specs("all")) == 19
     assert parse_policy_specs("hpa-running@30")[0].label == "hpa-running@30"
 
 

@@ -45,3 +45,14 @@ def test_budget_trial_ignores_latency_before_replicas_were_ready() -> None:
     assert budgets
     assert budgets == sorted(budgets, reverse=True)  # none is taken back
     assert budgets[0] < START[Parameter.MAX_NUM_BATCHED_TOKENS]
+
+
+def test_restarted_operator_keeps_only_its_stored_state() -> None:
+    machine = machine_of("llama-3.1-8b", "h200")
+    fleet = FleetSettings(machine, START, 6, 1, 28, 120.0)
+    experiment = Experiment(documents(), fleet, ReplaySettings(), Objectives(10.0, 1 / 4000, itl_mean=0.1))
+    policy = Trimtab(experiment.setup, restart_seconds=405.0)
+    experiment.run(policy)
+    assert policy.state.applied
+    assert len(policy.state.history) > 1
+    assert not any(track.intervals for track in policy.state.tracks.values())
