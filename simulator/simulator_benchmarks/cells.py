@@ -20,18 +20,21 @@ from typing import Any
 import trimtab_operator.tuner
 import trimtab_operator.tuner.engine_model
 import trimtab_simulator
-from trimtab_simulator.errors import BadRequest
 from trimtab_simulator.experiment import Experiment, without_timeline
-from trimtab_simulator.policies.names import WITH_TARGET, PolicySpec, parse_policy_specs
+from trimtab_simulator.policies.names import PolicySpec, parse_policy_specs
 from trimtab_simulator.results import hindsight_target, run_policy
 
 import simulator_benchmarks.scenarios
 from simulator_benchmarks.scenarios import SCENARIOS, Scenario
 
-TUNER_POLICIES = ("trimtab", "replicas-only")
+TUNER_POLICIES = ("trimtab", "trimtab-restarted", "replicas-only")
 """Policies that use the tuner, so that every change of the tuner changes them."""
-UNUSED_MODULES = ("report", "memo")
+UNUSED_MODULES = ("report",)
 """Modules of the simulator that no replay depends on."""
+OTHER = "@other"
+"""Suffix of a baseline whose target was the best in hindsight on another trace."""
+REFERENCES = ("day", "r1")
+"""Scenarios that such a target is chosen on: the first, or on the first itself the second."""
 
 Cell = dict[str, Any]
 """One policy on one scenario: scenario, seed, cold_start, score, and digest of the inputs."""
@@ -39,44 +42,20 @@ Key = tuple[str, int, float, str]
 """Key of a cell: scenario, seed, cold start and policy."""
 
 
-def parse_policies(text: str) -> list[str]:
-    """Return the policies of `NAME[@TARGET][,NAME…]`, each once. A baseline's target may be a scenario: the best one
-    there.
-    """
-    names = []
-    for part in (part.strip() for part in text.split(",")):
-        name, at, where = part.partition("@")
-        if at and where in _scenarios():
-            if name not in WITH_TARGET:
-                raise BadRequest(f"--policies {part}: {name} has no target; remove @{where}")
-            names.append(part)
-        elif name in WITH_TARGET and where.isalpha():
-            known = ", ".join(_scenarios())
-            raise BadRequest(f"--policies {part}: after the @ must be a number above 0, or one of {known}")
-        else:
-            names += [entry.label for entry in parse_policy_specs(part)]
-    return list(dict.fromkeys(names))
-
-
-def fixed_on(policy: str) -> str | None:
-    """Return the scenario that a baseline's target was chosen on."""
-    where = policy.partition("@")[2]
-    return where if where in _scenarios() else None
-
-
 def run_cell(folder: Path, scenario: str, seed: int, cold_start: float, policy: str) -> Cell:
     """Compute one cell."""
     began = time.process_time()
+    by_name: dict[str, Scenario] = {each.name: each for each in SCENARIOS}
 
     def field(name: str) -> Experiment:
-        return without_timeline(_scenarios()[name].experiment(folder, seed=seed, cold_start=cold_start))
+        return without_timeline(by_name[name].experiment(folder, seed=seed, cold_start=cold_start))
 
-    where = fixed_on(policy)
-    if where is None:
-        (entry,) = parse_policy_specs(policy)
+    if policy.endswith(OTHER):
+        name = policy.removesuffix(OTHER)
+        reference = next(each for each in REFERENCES if not scenario.startswith(each))
+        entry = PolicySpec(name, hindsight_target(field(reference), name))
     else:
-        name = policy.partition("@")[0]
-        entry = PolicySpec(name, hindsight_target(field(where), name))
+        (entry,) = parse_policy_specs(policy)
     result = run_policy(field(scenario), entry)
     cell: Cell = {"scenario": scenario, "seed": seed, "cold_start": cold_start}
     cell |= result.to_json() | {"policy": policy, "cpu_seconds": round(time.process_time() - began, 1)}
@@ -156,11 +135,7 @@ def run_missing(
                     _report_progress(cell, count, len(missing))
 
 
-def _scenarios() -> dict[str, Scenario]:
-    return {scenario.name: scenario for scenario in SCENARIOS}
-
-
 def _report_progress(cell: Cell, count: int, total: int) -> None:
-    label = f"{cell['scenario']} seed {cell['seed']} cold {cell['cold_start']:g} {cell['policy']}"
+    label = f"{cell['scenario']}/{cell['cold_start']:g}/{cell['policy']}/{cell['seed']}"
     figures = f"{cell['gpu_hours']:.2f} h @ {100 * cell['attainment']:.2f} % ({cell['cpu_seconds']:.0f} s)"
     print(f"{count}/{total} {label}: {figures}", file=sys.stderr, flush=True)

@@ -1,141 +1,132 @@
 """Result table of scenarios, policies, cold starts and seeds: `python -m simulator_benchmarks.table --traces FOLDER`.
 
-Each cell is written to a file as soon as it is done, so that an interrupted run continues, and a part can be run with
-`--seconds` or by naming scenarios, policies, seeds and cold starts. Every row lists its finished seeds and the number
-of cells with outdated sources, which are computed again. `kubeai@day` is a baseline whose target was the best on
-another scenario.
+All policies run at a cold start of 120 s; fixed replicas, the oracle and the tuner also at 5 to 300 s. Each cell is
+stored when it is done, so that an interrupted run continues. `--only` selects cells by patterns of
+`scenario/cold start/policy/seed`, such as `day/120/*/0`; the others are listed as not run. Rows have means over their
+finished seeds, and count cells with outdated sources, which are computed again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import mean
+from typing import Any, NamedTuple
 
-from trimtab_simulator.errors import BadRequest
+from trimtab_simulator import search_cache
+from trimtab_simulator.policies.names import WITH_OBJECTIVES, WITH_TARGET
 
-from simulator_benchmarks.cells import Cell, Key, fixed_on, is_current, key_of, parse_policies, run_missing
+from simulator_benchmarks.cells import OTHER, Cell, Key, is_current, key_of, run_missing
 from simulator_benchmarks.scenarios import SCENARIOS
 from simulator_benchmarks.table_page import table_page
 
-POLICIES = "static-n,oracle,hpa-running,keda-queue,kubeai,aibrix-kpa,aibrix-apa,replicas-only,trimtab"
-HEADING = (
-    "| policy | GPU-hours (spread) | attained (least) | captured | goodput/s | TTFT p95 | reversals | target | seeds |"
+FIXED, ORACLE, TUNER = "static-n", "oracle", "trimtab"
+PUBLISHED = ("gpustack@8",)
+"""Baselines with the target of their own documentation."""
+POLICIES = (
+    FIXED,
+    ORACLE,
+    TUNER,
+    "trimtab-restarted",
+    "replicas-only",
+    *WITH_TARGET,
+    *(f"{name}{OTHER}" for name in WITH_TARGET),
+    *PUBLISHED,
+    *WITH_OBJECTIVES,
 )
-"""The column of direction changes has the maximum within 10 minutes: of replicas, of a parameter."""
-RULER = "|---|---|---|---|---|---|---|---|---|"
-FOREIGN_TITLE = "Trimtab and the best baseline with a target from another trace"
-FOREIGN_HEADING = (
-    "| scenario | Trimtab | cheapest baseline that attains the objectives | GPU-hours of Trimtab | seeds |"
+COLD_STARTS = (5.0, 15.0, 30.0, 60.0, 120.0, 300.0)
+MAIN_COLD_START = 120.0
+"""Seconds; other cold starts are run with three policies only."""
+SEEDS = (0, 1, 2)
+
+COLUMNS = (
+    "policy",
+    "GPU-hours (spread)",
+    "attained (least)",
+    "captured",
+    "of oracle",
+    "TTFT p95",
+    "reversals",
+    "target",
 )
-TUNER_POLICY = "trimtab"
+"""`captured`: (static-n - hours) / (static-n - oracle). `reversals`: the most within 10 minutes, of replicas and of a
+parameter.
+"""
+
+Row = dict[str, Any]
+"""One policy on one scenario and cold start, over its finished seeds."""
 
 
-def fields_of(wanted: Iterable[Key]) -> dict[tuple[str, float], dict[str, list[int]]]:
-    """Return the policies and the seeds of each, by scenario and cold start, in the order of the scenarios."""
-    order = {scenario.name: index for index, scenario in enumerate(SCENARIOS)}
+def wanted_cells(only: Sequence[str]) -> list[Key]:
+    """Return the cells that match any of the patterns; all without patterns."""
+    keys = [
+        (scenario.name, seed, cold_start, policy)
+        for scenario in SCENARIOS
+        for cold_start in ((scenario.cold_start,) if scenario.cold_start is not None else COLD_STARTS)
+        for policy in POLICIES
+        if cold_start in (MAIN_COLD_START, scenario.cold_start) or policy in (FIXED, ORACLE, TUNER)
+        for seed in SEEDS
+    ]
+    return [key for key in keys if not only or any(fnmatchcase(label_of(key), pattern) for pattern in only)]
+
+
+def label_of(key: Key) -> str:
+    """Return a cell's label for patterns and progress."""
+    scenario, seed, cold_start, policy = key
+    return f"{scenario}/{cold_start:g}/{policy}/{seed}"
+
+
+def rows_of(cells: Mapping[Key, Cell], wanted: Iterable[Key], older: Collection[Key] = ()) -> list[Row]:
+    """Return a row per scenario, cold start and policy, in the order of `wanted`; without cells it has no figures."""
     fields: dict[tuple[str, float], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for scenario, seed, cold_start, policy in sorted(wanted, key=lambda key: (order[key[0]], key[2])):
+    for scenario, seed, cold_start, policy in wanted:
         fields[scenario, cold_start][policy].append(seed)
-    return fields
-
-
-def markdown(cells: Mapping[Key, Cell], wanted: Sequence[Key], older: Collection[Key] = ()) -> str:
-    """Return GPU-hours and attainment of each policy by scenario and cold start: means over seeds, with the spread of
-    hours. Rows list finished seeds and cells with `older` inputs.
-    """
-    parts = []
-    for (scenario, cold_start), policies in fields_of(wanted).items():
+    rows = []
+    for (scenario, cold_start), policies in fields.items():
         found = {
             policy: [cells[key] for seed in seeds if (key := (scenario, seed, cold_start, policy)) in cells]
             for policy, seeds in policies.items()
         }
-        parts += [
-            f"### {scenario}, cold start {cold_start:g} s",
-            "",
-            HEADING,
-            RULER,
-            *(_row(policy, its, found, _coverage(its, len(policies[policy]), older)) for policy, its in found.items()),
-            "",
-        ]
-    return "\n".join([*parts, *_foreign_target_table(cells, wanted)])
+        for policy, its in found.items():
+            row: Row = {"scenario": scenario, "cold_start": cold_start, "policy": policy}
+            rows.append(row | _figures(its, found) | {"wanted": len(policies[policy])} | _count_older(its, older))
+    return rows
 
 
-def _coverage(its: Sequence[Cell], num_wanted: int, older: Collection[Key]) -> str:
-    num_older = sum(key_of(cell) in older for cell in its)
-    return f"{len(its)} of {num_wanted}" + (f", {num_older} older" if num_older else "")
+def _count_older(its: Sequence[Cell], older: Collection[Key]) -> Row:
+    count = sum(key_of(cell) in older for cell in its)
+    return {"older": count} if count else {}
 
 
-def _foreign_target_table(cells: Mapping[Key, Cell], wanted: Sequence[Key]) -> list[str]:
-    """Return a row per scenario: Trimtab and the cheapest baseline with a foreign target that attains the
-    objectives.
-    """
-    rows = []
-    for (scenario, cold_start), policies in fields_of(wanted).items():
-        tuner_cells = {
-            seed: cell
-            for seed in policies.get(TUNER_POLICY, ())
-            if (cell := cells.get((scenario, seed, cold_start, TUNER_POLICY)))
-        }
-        baselines = {
-            policy: its
-            for policy in policies
-            if fixed_on(policy) is not None
-            and (its := [cell for seed in tuner_cells if (cell := cells.get((scenario, seed, cold_start, policy)))])
-        }
-        if baselines:
-            rows.append(_foreign_target_row(scenario, cold_start, tuner_cells, baselines))
-    return [f"### {FOREIGN_TITLE}", "", FOREIGN_HEADING, "|---|---|---|---|---|", *rows, ""] if rows else []
-
-
-def _foreign_target_row(
-    scenario: str, cold_start: float, tuner_cells: Mapping[int, Cell], baselines: Mapping[str, Sequence[Cell]]
-) -> str:
-    (objective,) = (each.objectives.attain for each in SCENARIOS if each.name == scenario)
-    attaining = {policy: its for policy, its in baselines.items() if _mean(its, "attainment") >= objective}
-    field = f"| {scenario}, {cold_start:g} s"
-    if not attaining:
-        closest = max(baselines, key=lambda policy: _mean(baselines[policy], "attainment"))
-        its = baselines[closest]
-        own = [tuner_cells[cell["seed"]] for cell in its]
-        return f"{field} | {_short(own)} | none; closest {closest} {_short(its)} | – | {len(its)} |"
-    best = min(attaining, key=lambda policy: _mean(attaining[policy], "gpu_hours"))
-    its = attaining[best]
-    own = [tuner_cells[cell["seed"]] for cell in its]
-    change = _mean(own, "gpu_hours") / _mean(its, "gpu_hours") - 1
-    return f"{field} | {_short(own)} | {best} {_short(its)} | {100 * change:+.0f} % | {len(its)} |"
-
-
-def _mean(its: Sequence[Cell], name: str) -> float:
-    return float(mean(cell[name] for cell in its))
-
-
-def _short(its: Sequence[Cell]) -> str:
-    return f"{_mean(its, 'gpu_hours'):.2f} h @ {100 * _mean(its, 'attainment'):.2f} %"
-
-
-def _row(policy: str, its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell]], coverage: str) -> str:
+def _figures(its: Sequence[Cell], by_policy: Mapping[str, Sequence[Cell]]) -> Row:
     if not its:
-        return f"| {policy} | not run | | | | | | | {coverage} |"
-    hours = [cell["gpu_hours"] for cell in its]
-    attained = [cell["attainment"] for cell in its]
-    turns = [cell["reversals_per_knob_per_10min"] for cell in its]
-    of_replicas = max(each.get("replicas", 0) for each in turns)
-    of_parameters = max(
-        (count for each in turns for parameter, count in each.items() if parameter != "replicas"), default=0
-    )
-    targets = sorted({cell["target"] for cell in its if "target" in cell})
-    saved = captured(its, by_policy.get("static-n", ()), by_policy.get("oracle", ()))
-    return (
-        f"| {policy} | {mean(hours):.2f} ({min(hours):.2f}–{max(hours):.2f}) | {100 * mean(attained):.2f} % "
-        f"({100 * min(attained):.2f}) | {'–' if saved is None else f'{100 * saved:.0f} %'} | "
-        f"{mean(cell['goodput_tokens_per_s'] for cell in its):,.0f} | {mean(cell['ttft_p95'] for cell in its):.2f} s | "
-        f"{of_replicas}, {of_parameters} | {', '.join(f'{target:g}' for target in targets) or '–'} | "
-        f"{coverage} |"
-    )
+        return {"seeds": []}
+    reversals = [cell["reversals_per_knob_per_10min"] for cell in its]
+    fixed, oracle = by_policy.get(FIXED, ()), by_policy.get(ORACLE, ())
+    best = {cell["seed"]: cell["gpu_hours"] for cell in oracle}
+    common = [cell for cell in its if cell["seed"] in best]
+    row: Row = {
+        "seeds": [cell["seed"] for cell in its],
+        "hours": [round(cell["gpu_hours"], 3) for cell in its],
+        "attained": [round(cell["attainment"], 5) for cell in its],
+        "captured": captured(its, fixed, oracle),
+        "of_oracle": None,
+        "ttft_p95": mean(cell["ttft_p95"] for cell in its),
+        "recomputed": mean(cell["preempted_token_share"] for cell in its),
+        "reversals": [
+            max(each.get("replicas", 0) for each in reversals),
+            max((n for each in reversals for name, n in each.items() if name != "replicas"), default=0),
+        ],
+        "targets": sorted({cell["target"] for cell in its if "target" in cell}),
+    }
+    if common:
+        row["of_oracle"] = mean(cell["gpu_hours"] for cell in common) / mean(best[cell["seed"]] for cell in common)
+    return row
 
 
 def captured(its: Sequence[Cell], fixed: Sequence[Cell], oracle: Sequence[Cell]) -> float | None:
@@ -149,43 +140,105 @@ def captured(its: Sequence[Cell], fixed: Sequence[Cell], oracle: Sequence[Cell])
     return (most - own) / (most - least) if most - least > 1e-9 else None
 
 
+class Summary(NamedTuple):
+    """A policy over all scenarios, cold starts and seeds that were run."""
+
+    policy: str
+    cells: int
+    attainable: int
+    """Cells whose objectives the oracle attains."""
+    attained: int
+    """Those of them whose objectives the policy attains."""
+    of_oracle: float | None
+    """Mean of its hours as a multiple of the oracle's."""
+
+
+def summarize(rows: Sequence[Row]) -> list[Summary]:
+    """Return a summary of each policy."""
+    objective = {scenario.name: scenario.objectives.attain for scenario in SCENARIOS}
+    attains = {
+        (row["policy"], row["scenario"], row["cold_start"], seed): share >= objective[row["scenario"]]
+        for row in rows
+        for seed, share in zip(row["seeds"], row.get("attained", ()), strict=True)
+    }
+    attainable = {tuple(field) for (policy, *field), value in attains.items() if policy == ORACLE and value}
+    found = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        its = [value for (name, *field), value in attains.items() if name == policy and tuple(field) in attainable]
+        count = sum(name == policy for name, *_ in attains)
+        ratios = [row["of_oracle"] for row in rows if row["policy"] == policy and row.get("of_oracle") is not None]
+        found.append(Summary(policy, count, len(its), sum(its), mean(ratios) if ratios else None))
+    return found
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the summary of all policies, and a table per scenario and cold start."""
+    lines = [
+        "### All scenarios",
+        "",
+        "| policy | cells | attainable | attained | hours of the oracle's |",
+        "|---|---|---|---|---|",
+    ]
+    for each in summarize(rows):
+        ratio = "–" if each.of_oracle is None else f"{each.of_oracle:.2f}"
+        lines.append(f"| {each.policy} | {each.cells} | {each.attainable} | {each.attained} | {ratio} |")
+    by_field: dict[tuple[str, float], list[Row]] = defaultdict(list)
+    for row in rows:
+        by_field[row["scenario"], row["cold_start"]].append(row)
+    for (scenario, cold_start), its in by_field.items():
+        lines += ["", f"### {scenario}, cold start {cold_start:g} s", ""]
+        lines += ["| " + " | ".join((*COLUMNS, "seeds")) + " |", "|---" * (len(COLUMNS) + 1) + "|", *map(_line, its)]
+    return "\n".join([*lines, ""])
+
+
+def _line(row: Row) -> str:
+    older = f", {row['older']} older" if "older" in row else ""
+    coverage = f"{len(row['seeds'])} of {row['wanted']}{older}"
+    if not row["seeds"]:
+        return f"| {row['policy']} | not run |" + " |" * (len(COLUMNS) - 2) + f" {coverage} |"
+    hours, attained = row["hours"], row["attained"]
+    cells = (
+        row["policy"],
+        f"{mean(hours):.2f} ({min(hours):.2f}–{max(hours):.2f})",
+        f"{100 * mean(attained):.2f} % ({100 * min(attained):.2f})",
+        "–" if row["captured"] is None else f"{100 * row['captured']:.0f} %",
+        "–" if row["of_oracle"] is None else f"{row['of_oracle']:.2f}",
+        f"{row['ttft_p95']:.2f} s",
+        ", ".join(map(str, row["reversals"])),
+        ", ".join(f"{target:g}" for target in row["targets"]) or "–",
+        coverage,
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compute the table and print it as Markdown."""
-    parser = argparse.ArgumentParser(prog="python -m simulator_benchmarks.table", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m simulator_benchmarks.table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--traces", type=Path, required=True, help="folder of the development slice")
-    parser.add_argument("--scenarios", default=",".join(each.name for each in SCENARIOS))
-    parser.add_argument("--policies", default=POLICIES, help="NAME, NAME@TARGET, or NAME@SCENARIO")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--cold-starts", default="60,120,300", help="seconds")
-    parser.add_argument("--cells", type=Path, default=Path("tuner-table.jsonl"), help="file of the cells")
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", default="", help="patterns of cells, separated by commas")
+    parser.add_argument("--cells", type=Path, default=search_cache.folder() / "table.jsonl", help="file of the cells")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at the same time")
     parser.add_argument("--fresh", action="store_true", help="compute all cells again")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no cell after this time; 0: only print")
+    parser.add_argument("--json", type=Path, help="write the rows as JSON")
     parser.add_argument("--html", type=Path, help="write one page with plots")
     given = parser.parse_args(arguments)
-    names = [name for name in given.scenarios.split(",") if name]
-    unknown = sorted(set(names) - {each.name for each in SCENARIOS})
-    if unknown:
-        parser.error(f"--scenarios has {', '.join(unknown)}; known are {', '.join(each.name for each in SCENARIOS)}")
-    try:
-        policies = parse_policies(given.policies)
-    except BadRequest as rejected:
-        parser.error(str(rejected))
-    wanted = [
-        (name, int(seed), float(cold), policy)
-        for seed in given.seeds.split(",")
-        for cold in given.cold_starts.split(",")
-        for name in names
-        for policy in policies
-        if fixed_on(policy) != name
-    ]
+    only = [pattern for pattern in given.only.split(",") if pattern]
+    wanted = wanted_cells(only)
+    if not wanted:
+        parser.error(f"--only: no cell matches {given.only}; patterns are scenario/cold start/policy/seed")
     cells = run_missing(given.cells, given.traces, wanted, jobs=given.jobs, fresh=given.fresh, seconds=given.seconds)
     older = {key for key in wanted if key in cells and not is_current(cells[key], given.traces)}
-    text = markdown(cells, wanted, older)
-    print(text)
+    rows = rows_of(cells, wanted, older)
+    print(markdown(rows))
+    if given.json is not None:
+        given.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows if row["seeds"]) + "\n]\n")
     if given.html is not None:
-        given.html.parent.mkdir(parents=True, exist_ok=True)
-        given.html.write_text(table_page(text, cells, fields_of(wanted)))
+        given.html.write_text(table_page(markdown(rows), rows))
 
 
 if __name__ == "__main__":

@@ -11,15 +11,31 @@ from trimtab_simulator.experiment import Experiment
 from trimtab_simulator.results import Result, to_json
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 170, 56, 26, 22
-COLORS = ("#0b6e99", "#d9730d", "#0f7b6c", "#ad1a72", "#6940a5", "#dfab01", "#e03e3e", "#64473a", "#37352f", "#9b9a97")
 MAX_POINTS = 1500
+META = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
 
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1020px;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}
-td,th{padding:3px 9px;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
-td:first-child,th:first-child{text-align:left} tr.met td{background:#f0f8f0} svg{display:block;margin:.6em 0}
-text{font:11px system-ui,sans-serif;fill:#444} h2{margin-top:1.6em}
+_LIGHT = ("#0b6e99", "#d9730d", "#0f7b6c", "#ad1a72", "#6940a5", "#a67c00", "#d03030", "#64473a", "#37352f", "#777674")
+_DARK = ("#5db8e3", "#ffa344", "#4dd0b9", "#f075bd", "#b697f0", "#f2ca4c", "#ff7b7b", "#c9a18c", "#e6e4df", "#a5a4a2")
+COLORS = tuple(f"var(--line{index})" for index in range(len(_LIGHT)))
+"""Colors of lines, with a light and a dark variant in STYLE."""
+
+
+def _variables(text: str, back: str, rule: str, marked: str, lines: Sequence[str]) -> str:
+    named = "".join(f"--line{index}:{color};" for index, color in enumerate(lines))
+    return f":root{{--text:{text};--back:{back};--rule:{rule};--marked:{marked};{named}}}"
+
+
+STYLE = f"""
+{_variables("#222", "#fff", "#ddd", "#eef7ee", _LIGHT)}
+@media (prefers-color-scheme:dark){{{_variables("#e3e3e3", "#161616", "#3a3a3a", "#1c2f1f", _DARK)}}}
+:root{{color-scheme:light dark}}
+body{{font:15px/1.5 system-ui,sans-serif;max-width:1020px;margin:2em auto;padding:0 1em;color:var(--text);
+background:var(--back)}}
+table{{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}}
+td,th{{padding:3px 9px;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}}
+td:first-child,th:first-child{{text-align:left}} tr.met td{{background:var(--marked)}}
+svg{{display:block;margin:.6em 0;max-width:100%}} svg .rule{{stroke:var(--rule)}}
+text{{font:11px system-ui,sans-serif;fill:var(--text)}} h2{{margin-top:1.6em}}
 """
 
 COLUMNS = (
@@ -62,7 +78,7 @@ def html_report(experiment: Experiment, results: Sequence[Result]) -> str:
         *_changes(results),
     ]
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><title>trimtab simulate</title><style>{STYLE}</style>'
+    head = f"{META}<title>trimtab simulate</title><style>{STYLE}</style>"
     return f'<!doctype html><html lang="en">{head}{body}</html>\n'
 
 
@@ -118,7 +134,7 @@ def _plot(lines: Sequence[Line], seconds: float) -> str:
     drawn = []
     for share in (0.0, 0.5, 1.0):
         drawn.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(share * top):.1f}" y2="{y(share * top):.1f}" stroke="#ddd"/>'
+            f'<line x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(share * top):.1f}" y2="{y(share * top):.1f}" class="rule"/>'
             f'<text x="{LEFT - 6}" y="{y(share * top) + 4:.1f}" text-anchor="end">{share * top:g}</text>'
         )
     for index in range(7):
@@ -130,7 +146,7 @@ def _plot(lines: Sequence[Line], seconds: float) -> str:
         path = " ".join(
             f"{'M' if i == 0 else 'L'}{x(at):.1f},{y(value):.1f}" for i, (at, value) in enumerate(_steps(kept))
         )
-        drawn.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        drawn.append(f'<path d="{path}" fill="none" style="stroke:{color}" stroke-width="1.6"/>')
         drawn.append(f'<text x="{LEFT + 130 * (index % 7)}" y="{12}" style="fill:{color}">{html.escape(name)}</text>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(drawn)}</svg>'
 

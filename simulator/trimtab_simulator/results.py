@@ -98,10 +98,12 @@ Search = Callable[[Experiment], tuple[Experiment, SimulationResult]]
 
 
 def _cached_fixed(experiment: Experiment, name: str, search: Search) -> tuple[Experiment, SimulationResult]:
-    """Return the cached or new search result. With fixed replicas none starts later and each search sets their number,
-    so one result serves all cold starts.
+    """Return the cached or new search result. With fixed replicas none starts later, so one result serves all cold
+    starts; static-n also sets their number, so that it serves all starts.
     """
     anywhere = replace(experiment.settings, cold_start_seconds=0.0)
+    if name == "static-n":
+        anywhere = replace(anywhere, start_replicas=anywhere.min_replicas)
     key = search_cache.key_of(replace(experiment, settings=anywhere), name)
     found = search_cache.load_result(key)
     if found is not None:

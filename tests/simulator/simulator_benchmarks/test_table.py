@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from simulator_benchmarks import cells as kept
 from simulator_benchmarks import table
-from simulator_benchmarks.cells import inputs_of, key_of, parse_policies, read_cells, run_missing
-from simulator_benchmarks.table import captured, fields_of, markdown
+from simulator_benchmarks.cells import Key, inputs_of, key_of, read_cells, run_cell, run_missing
+from simulator_benchmarks.scenarios import SCENARIOS
+from simulator_benchmarks.table import Summary, captured, markdown, rows_of, summarize, wanted_cells
 from simulator_benchmarks.table_page import table_page
-from trimtab_simulator.errors import BadRequest
+from trimtab_simulator.policies.names import PolicySpec
 
 POLICIES = ("static-n", "oracle", "trimtab", "kubeai")
 
@@ -26,38 +27,58 @@ def a_cell(policy: str, hours: float, *, seed: int = 0, attainment: float = 0.99
         "policy": policy,
         "gpu_hours": hours,
         "attainment": attainment,
-        "goodput_tokens_per_s": 1000.0,
         "ttft_p95": 0.5,
+        "preempted_token_share": 0.0,
         "reversals_per_knob_per_10min": {"replicas": 2, "max_num_batched_tokens": 1},
         **more,
     }
 
 
-def test_a_row_has_means_spreads_and_the_saving_that_was_captured() -> None:
-    cells = [
-        *(
-            a_cell(policy, hours, seed=seed)
-            for policy, hours in (("static-n", 8.0), ("oracle", 4.0))
-            for seed in (0, 1)
-        ),
-        a_cell("trimtab", 5.0),
-        a_cell("trimtab", 5.4, seed=1, attainment=0.99),
-        a_cell("kubeai", 6.0, target=32.0),
-    ]
-    wanted = [("day", seed, 120.0, policy) for policy in (*POLICIES, "hpa-running") for seed in (0, 1)]
-    text = markdown({key_of(cell): cell for cell in cells}, wanted)
+CELLS = [
+    *(a_cell(policy, hours, seed=seed) for policy, hours in (("static-n", 8.0), ("oracle", 4.0)) for seed in (0, 1)),
+    a_cell("trimtab", 5.0),
+    a_cell("trimtab", 5.4, seed=1, attainment=0.98),
+    a_cell("kubeai", 6.0, target=32.0),
+]
+WANTED: list[Key] = [("day", seed, 120.0, policy) for policy in (*POLICIES, "hpa-running") for seed in (0, 1)]
+
+
+def test_row_has_means_spreads_and_captured_saving() -> None:
+    rows = rows_of({key_of(cell): cell for cell in CELLS}, WANTED)
+    text = markdown(rows)
     assert "### day, cold start 120 s" in text
-    assert "| trimtab | 5.20 (5.00–5.40) | 99.25 % (99.00) | 70 % | 1,000 | 0.50 s | 2, 1 | – | 2 of 2 |" in text
-    assert "| kubeai | 6.00 (6.00–6.00) | 99.50 % (99.50) | 50 % | 1,000 | 0.50 s | 2, 1 | 32 | 1 of 2 |" in text
+    assert "| trimtab | 5.20 (5.00–5.40) | 98.75 % (98.00) | 70 % | 1.30 | 0.50 s | 2, 1 | – | 2 of 2 |" in text
+    assert "| kubeai | 6.00 (6.00–6.00) | 99.50 % (99.50) | 50 % | 1.50 | 0.50 s | 2, 1 | 32 | 1 of 2 |" in text
     assert "| hpa-running | not run | | | | | | | 0 of 2 |" in text
-    page = table_page(text, {key_of(cell): cell for cell in cells}, fields_of(wanted))
-    assert page.count("<circle") == 7
+    page = table_page(text, rows)
+    assert page.count("<title>") == 1 + len(CELLS)
     assert "hpa-running (not run)" in page
+    assert "prefers-color-scheme:dark" in page
+    assert "http" not in page
+
+
+def test_summary_counts_cells_that_the_oracle_attains() -> None:
+    cells = [*CELLS, a_cell("oracle", 4.0, seed=2, attainment=0.98), a_cell("trimtab", 9.0, seed=2, attainment=0.97)]
+    wanted = [*WANTED, ("day", 2, 120.0, "oracle"), ("day", 2, 120.0, "trimtab")]
+    summary = {each.policy: each for each in summarize(rows_of({key_of(cell): cell for cell in cells}, wanted))}
+    assert summary["oracle"] == Summary("oracle", 3, 2, 2, 1.0)
+    assert summary["trimtab"][:4] == ("trimtab", 3, 2, 1)
+    assert summary["hpa-running"] == Summary("hpa-running", 0, 0, 0, None)
 
 
 def test_captured_is_none_without_possible_savings() -> None:
     assert captured([a_cell("x", 1)], [a_cell("static-n", 4)], [a_cell("oracle", 4)]) is None
     assert captured([a_cell("x", 1)], [], []) is None
+
+
+def test_patterns_select_cells_and_cold_starts_of_a_scenario() -> None:
+    everything = wanted_cells([])
+    assert len(set(everything)) == len(everything)
+    assert {key[2] for key in everything if key[0] == "llm-d"} == {100.0}
+    assert {key[3] for key in everything if key[2] == 5.0} == {"static-n", "oracle", "trimtab"}
+    assert {key[0] for key in everything} == {scenario.name for scenario in SCENARIOS}
+    assert wanted_cells(["day/120/kubeai*/0"]) == [("day", 0, 120.0, name) for name in ("kubeai", "kubeai@other")]
+    assert wanted_cells(["night/*"]) == []
 
 
 @pytest.fixture
@@ -117,45 +138,47 @@ def test_tuner_changes_invalidate_only_its_cells(tmp_path: Path, monkeypatch: py
     inputs_of.cache_clear()
 
 
-def test_baseline_target_may_be_number_or_scenario() -> None:
-    assert parse_policies("kubeai, kubeai@32,kubeai@day,kubeai@day") == ["kubeai", "kubeai@32", "kubeai@day"]
-    with pytest.raises(BadRequest, match="trimtab has no target; remove @day"):
-        parse_policies("trimtab@day")
-    with pytest.raises(BadRequest, match="kubeai@night: after the @ must be a number above 0, or one of day, burst"):
-        parse_policies("kubeai@night")
-    with pytest.raises(BadRequest, match="known are"):
-        parse_policies("nobody")
+@pytest.mark.parametrize(
+    ("scenario", "reference"), [("mix", "day"), ("day", "r1"), ("day-from-1", "r1"), ("r1-real", "day")]
+)
+def test_other_target_is_the_best_on_another_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scenario: str, reference: str
+) -> None:
+    asked: list[tuple[str, PolicySpec]] = []
 
+    class Ran(Exception):
+        pass
 
-def test_table_compares_with_cheapest_baseline_with_foreign_target() -> None:
-    cells = [
-        {**a_cell("trimtab", 5.0, attainment=0.992), "scenario": "mix"},
-        {**a_cell("kubeai@day", 4.0, attainment=0.9), "scenario": "mix"},
-        {**a_cell("hpa-running@day", 8.0), "scenario": "mix"},
-        {**a_cell("aibrix-kpa@day", 9.0), "scenario": "mix"},
-        {**a_cell("trimtab", 3.0), "scenario": "code"},
-        {**a_cell("kubeai@day", 2.0, attainment=0.8), "scenario": "code"},
-    ]
-    wanted = [key_of(cell) for cell in cells]
-    text = markdown({key_of(cell): cell for cell in cells}, wanted)
-    assert "| mix, 120 s | 5.00 h @ 99.20 % | hpa-running@day 8.00 h @ 99.50 % | -38 % | 1 |" in text
-    assert "| code, 120 s | 3.00 h @ 99.50 % | none; closest kubeai@day 2.00 h @ 80.00 % | – | 1 |" in text
-    assert "### Ours against" not in markdown({}, wanted)
+    def run_policy(experiment: str, entry: PolicySpec) -> None:
+        asked.append((experiment, entry))
+        raise Ran
+
+    monkeypatch.setattr(kept, "without_timeline", lambda experiment: experiment)
+    monkeypatch.setattr(
+        kept.Scenario, "experiment", lambda self, folder, *, seed, cold_start: f"{self.name}, {seed}, {cold_start:g}"
+    )
+    monkeypatch.setattr(kept, "hindsight_target", lambda experiment, name: {f"{reference}, 2, 60": 45.0}[experiment])
+    monkeypatch.setattr(kept, "run_policy", run_policy)
+    with pytest.raises(Ran):
+        run_cell(tmp_path, scenario, 2, 60.0, "kubeai@other")
+    assert asked == [(f"{scenario}, 2, 60", PolicySpec("kubeai", 45.0))]
 
 
 def test_row_counts_outdated_cells() -> None:
     cell = a_cell("kubeai", 6.0)
-    text = markdown({key_of(cell): cell}, [key_of(cell)], {key_of(cell)})
-    assert "| 1 of 1, 1 older |" in text
+    assert "| 1 of 1, 1 older |" in markdown(rows_of({key_of(cell): cell}, [key_of(cell)], {key_of(cell)}))
 
 
-def test_partial_run_keeps_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "cells.jsonl"
+def test_partial_run_keeps_other_cells(tmp_path: Path) -> None:
+    path, page, rows = tmp_path / "cells.jsonl", tmp_path / "page.html", tmp_path / "rows.json"
     path.write_text(json.dumps(a_cell("kubeai", 6.0)) + "\n")
     wanted = [("day", seed, 120.0, "static-n") for seed in range(3)]
     assert list(run_missing(path, tmp_path, wanted, jobs=1, fresh=False, seconds=0)) == [("day", 0, 120.0, "kubeai")]
     table.main(
-        ["--traces", str(tmp_path), "--cells", str(path), "--seconds", "0", "--html", str(tmp_path / "page.html"),
-         "--scenarios", "day", "--policies", "kubeai,static-n", "--seeds", "0", "--cold-starts", "120"]
+        ["--traces", str(tmp_path), "--cells", str(path), "--seconds", "0", "--html", str(page), "--json", str(rows),
+         "--only", "day/120/kubeai/*,day/120/static-n/*"]
     )  # fmt: skip
-    assert "6.00 (6.00–6.00)" in (tmp_path / "page.html").read_text()
+    assert "6.00 (6.00–6.00)" in page.read_text()
+    assert [(row["policy"], row["hours"]) for row in json.loads(rows.read_text())] == [("kubeai", [6.0])]
+    with pytest.raises(SystemExit):
+        table.main(["--traces", str(tmp_path), "--only", "night/*"])
