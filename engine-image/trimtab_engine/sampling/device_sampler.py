@@ -20,8 +20,6 @@ from trimtab_engine.sampling.token_table import DeviceRow, RowIndices, TokenTabl
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 
-MOST_PARAMETERS = 4  # times max_num_seqs: how many requests' are kept
-
 
 @dataclass(frozen=True, slots=True)
 class ReportsInFlight:
@@ -73,10 +71,6 @@ class DeviceSampler:
         self._vocab_size, self._eos_token_ids, self._device = vocab_size, eos_token_ids, device
         self._table = TokenTable(vocab_size, max_num_seqs, device)
         self.draws_by_kernel = device.type == "cuda"
-        self._parameters: dict[Request, bytes] = {}
-        """Rows of PARAMETERS: of requests that choose at random, the newest last; of ended ones too, until there are
-        too many."""
-        self._max_parameters = MOST_PARAMETERS * max_num_seqs
         self._columns: tuple[list[Request], ChoiceColumns | None] = ([], None)
         """Of the requests of the last call."""
 
@@ -189,15 +183,11 @@ class DeviceSampler:
         return columns
 
     def _parameters_of(self, requests: Sequence[Request]) -> list[bytes]:
-        """Return the values computed at a request's first call, cached."""
-        known = self._parameters
+        """Return the values computed at a request's first call. The request keeps them, so that they end with it."""
         for request in requests:
-            if request not in known:
-                known[request] = packed_parameters(request.sampling, self._vocab_size)
-        parameters = [known[request] for request in requests]
-        if len(known) > self._max_parameters:
-            self._parameters = dict(zip(requests, parameters, strict=True))
-        return parameters
+            if not request.packed_parameters:
+                request.packed_parameters = packed_parameters(request.sampling, self._vocab_size)
+        return [request.packed_parameters for request in requests]
 
     def _edit(self, logits: torch.Tensor, first: int, edits: list[Edit], last_tokens: torch.Tensor) -> None:
         """Sample in at most two launches, for any parameters."""

@@ -8,6 +8,7 @@ previous step and has kept its rows, so all tokens are known whenever rows are r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from trimtab_kernels.edit_logits import NONE
@@ -81,7 +82,8 @@ class TokenTable:
         num_rows = min(MOST_ROWS * max_num_seqs, max(MOST_ROWS, TABLE_BYTES // (4 * width)))
         self.words = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         self._free = list(range(num_rows))
-        self._lent: dict[Request, RowIndices] = {}
+        self._lent: WeakKeyDictionary[Request, RowIndices] = WeakKeyDictionary()
+        """Rows of requests, which this table does not keep alive."""
         self._two = torch.full((1,), IN_OUTPUT, dtype=torch.int32, device=device)
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
@@ -125,6 +127,8 @@ class TokenTable:
         """Reclaim rows: from finished requests first, then from requests outside this step."""
         if len(self._free) >= num_rows:
             return
+        lent = {row for places in self._lent.values() for row in places.rows}
+        self._free = [row for row in range(self.words.shape[0]) if row not in lent]
         rest = [request for request in self._lent if request not in asking]
         for request in sorted(rest, key=lambda r: not r.status.is_finished):
             if len(self._free) >= num_rows and not request.status.is_finished:

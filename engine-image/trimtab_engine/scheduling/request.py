@@ -61,7 +61,7 @@ class Grammar(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A sequence being served.
 
@@ -145,6 +145,8 @@ class Request:
     """Cached sampling.is_plain: read in every step."""
     is_greedy: bool = field(init=False)
     """True if it is plain and greedy."""
+    packed_parameters: bytes = b""
+    """Sampling parameters in the device sampler's format; empty until it first samples the request."""
     num_ever_computed_tokens: int = 0
     """High-water mark of num_computed_tokens over preemptions: tokens computed below it are recomputed."""
 

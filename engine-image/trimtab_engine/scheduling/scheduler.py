@@ -796,6 +796,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         if self._encoder is not None:
             self._encoder.release(request)
+        request.spans = ()  # patches of images; steps in flight have their own copies
         del self._requests[request.request_id]
 
     def _drop_finished(self) -> None:

@@ -1,5 +1,6 @@
 """Sampling on a device, and the requests left to the host."""
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -57,9 +58,19 @@ def test_sampling_inputs_are_built_once_per_request() -> None:
     first = sampler._parameters_of(requests[:2])
     assert sampler._parameters_of([requests[1], requests[0]]) == [first[1], first[0]]
     assert sampler._parameters_of(requests[:1])[0] is first[0]
-    for request in requests:  # far more than can run: state of finished requests is dropped
-        sampler._parameters_of([request])
-    assert len(sampler._parameters) <= 8
+
+
+@pytest.mark.parametrize("sampling", [{"seed": 3}, {"presence_penalty": 1.0}, {"logit_bias": {5: 1.0}, "min_p": 0.1}])
+def test_ended_requests_are_not_kept(sampling: dict[str, Any]) -> None:
+    """Only the requests of the last step are referenced, and rows of the token table are used again."""
+    sampler, references = a_sampler(), []
+    last_tokens = torch.zeros(64, dtype=torch.int64)
+    for _ in range(300):
+        request = a_request(temperature=0.7, **sampling)
+        sampler.sample(torch.zeros(1, VOCABULARY), [DeviceRow(request)], last_tokens)
+        sampler._columns_of([request])  # as on CUDA
+        references.append(weakref.ref(request))
+    assert [reference() for reference in references[:-1]] == [None] * 299
 
 
 def test_columns_of_choices_stay_on_the_device_while_the_requests_are_the_same() -> None:
