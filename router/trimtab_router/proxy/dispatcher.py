@@ -1,0 +1,473 @@
+"""Sends requests to replicas: scoring, late binding, retries, breakers.
+
+A request is dispatched while some replica's predicted queue is shorter than one of its steps. Otherwise it is held, so
+that priorities, fairness and the choice of the replica are decided as late as possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from time import monotonic
+
+from trimtab_router.config import RouterConfig
+from trimtab_router.endpoints.endpoint import Endpoint
+from trimtab_router.hold.queue import HoldQueue
+from trimtab_router.metrics import RouterMetrics
+from trimtab_router.proxy.breaker import RetryBudget
+from trimtab_router.proxy.demand import Demand
+from trimtab_router.proxy.description import Describer
+from trimtab_router.proxy.errors import HttpError
+from trimtab_router.proxy.exchange import Exchange
+from trimtab_router.proxy.http1 import upstream_head
+from trimtab_router.proxy.routes import Route
+from trimtab_router.proxy.upstream import ReplicaConnections, UpstreamConnection
+from trimtab_router.scoring.score import choose
+from trimtab_router.scoring.state import Candidate, Choice
+from trimtab_router.state_stream.registry import Registry, dispatch_header
+
+MAX_ATTEMPTS = 3
+MIN_RETRY_DELAY_SECONDS = 0.025
+MAX_RETRY_DELAY_SECONDS = 0.25
+TRIED_SECONDS = 1.0
+"""Time until a replica that failed a request may be tried again by it, if there is no other."""
+TICK_SECONDS = 0.02
+"""Interval of another look at the queue while requests are held: a predicted queue shrinks as time passes."""
+EXPIRY_SECONDS = 0.25
+RETRY_AFTER_SECONDS = 5
+"""Retry-After of rejected requests."""
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Chooses replicas for requests and follows each request to its end."""
+
+    def __init__(self, config: RouterConfig, registry: Registry, metrics: RouterMetrics) -> None:
+        self.config, self.registry, self.metrics = config, registry, metrics
+        self.describer = Describer(config, registry)
+        self.demand = Demand()
+        self.queue = HoldQueue(config.max_held_requests, config.max_held_bytes)
+        self.body_bytes = 0
+        """Bytes of request bodies in memory: being received, held, or without a response so far."""
+        self._replicas: dict[str, ReplicaConnections] = {}
+        self._open: set[str] = set()
+        """Replicas whose breaker is open or half open."""
+        self._budget = RetryBudget()
+        self._rng = random.Random()
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._parked: dict[Exchange, asyncio.TimerHandle] = {}
+        """Requests that wait before their next attempt."""
+        self._pump_is_scheduled = False
+        self._tick: asyncio.TimerHandle | None = None
+        self._expires_at = 0.0
+        registry.on_change = self.schedule_pump
+
+    # --- replicas -------------------------------------------------------------------------------------------------
+
+    def set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
+        """Replace the replicas. Requests in flight on removed ones continue."""
+        given = {endpoint.name: endpoint for endpoint in endpoints}
+        for name, replica in list(self._replicas.items()):
+            endpoint = given.get(name)
+            if endpoint is None or (endpoint.host, endpoint.port) != (replica.endpoint.host, replica.endpoint.port):
+                replica.remove()
+                self._open.discard(name)
+                del self._replicas[name]
+        for name, endpoint in given.items():
+            known = self._replicas.get(name)
+            if known is None:
+                self._replicas[name] = ReplicaConnections(endpoint)
+            else:
+                known.endpoint = endpoint
+        self.registry.set_endpoints(endpoints)
+        self.schedule_pump()
+
+    def close_idle_connections(self) -> None:
+        """Close connections to replicas that have been idle for too long."""
+        now = monotonic()
+        for replica in self._replicas.values():
+            replica.close_idle(now)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_held(self) -> int:
+        """Number of requests that are waiting for a replica."""
+        return len(self.queue) + len(self._parked)
+
+    def submit(self, exchange: Exchange) -> None:
+        """Dispatch a request for the model, or hold it."""
+        description = self.describer.describe(exchange.head, exchange.body)
+        exchange.description = description
+        exchange.tenant, exchange.priority = description.routed.tenant, description.routed.priority
+        now = monotonic()
+        self._budget.earn()
+        self.demand.arrive(description.routed.prompt_tokens, now)
+        self.metrics.offered(description.routed.prompt_tokens)
+        if (not len(self.queue) or not description.computes) and self._try_dispatch(exchange, now):
+            return
+        self._hold(exchange, now)
+
+    def forward(self, exchange: Exchange) -> None:
+        """Send a request that needs no scoring to the replica with the fewest requests."""
+        now = monotonic()
+        excluded = self._excluded(exchange, now)
+        usable = [each for each in self.registry.replicas(now) if each.replica not in excluded]
+        if not usable:
+            exchange.fail(
+                HttpError(
+                    503,
+                    "no replica is available; try again later",
+                    retry_after=RETRY_AFTER_SECONDS,
+                    reason="no-replica",
+                )
+            )
+            return
+        least = min(usable, key=lambda each: each.running + each.waiting + each.pending_requests)
+        self._send(exchange, least.replica, now)
+
+    def overloaded(self) -> HttpError:
+        """Return the error of requests whose bodies do not fit into memory."""
+        self.metrics.dropped("body-memory")
+        return HttpError(
+            429,
+            "the router holds too many request bodies; try again later",
+            retry_after=RETRY_AFTER_SECONDS,
+            reason="body-memory",
+        )
+
+    def has_replicas(self) -> bool:
+        """Return True if some replica can be used."""
+        return bool(self.registry.replicas(monotonic()))
+
+    def replicas(self) -> list[ReplicaConnections]:
+        """Return all known replicas, also those that are not ready."""
+        return list(self._replicas.values())
+
+    # --- holding --------------------------------------------------------------------------------------------------
+
+    def schedule_pump(self) -> None:
+        """Look at the queue at the end of this iteration of the event loop."""
+        if len(self.queue) and not self._pump_is_scheduled:
+            self._pump_is_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _hold(self, exchange: Exchange, now: float) -> None:
+        if self.config.max_hold_seconds <= 0:
+            self._reject(exchange, now)
+            return
+        exchange.was_held = True
+        for rejected in self.queue.push(exchange):
+            assert isinstance(rejected, Exchange)
+            self.metrics.dropped("queue-full")
+            rejected.fail(
+                HttpError(
+                    429,
+                    "too many requests are waiting; try again later",
+                    retry_after=RETRY_AFTER_SECONDS,
+                    reason="queue-full",
+                )
+            )
+        self.demand.set_held(self.num_held, self.queue.oldest())
+        self._start_tick()
+
+    def _pump(self) -> None:
+        """Dispatch held requests while some replica has room."""
+        self._pump_is_scheduled = False
+        now = monotonic()
+        if now >= self._expires_at:
+            self._expires_at = now + EXPIRY_SECONDS
+            for expired in self.queue.expired(now - self.config.max_hold_seconds):
+                assert isinstance(expired, Exchange)
+                self.queue.remove(expired)
+                self._reject(expired, now)
+        while (held := self.queue.head(now)) is not None:
+            assert isinstance(held, Exchange)
+            choice = self._choose(held, now)
+            if choice is None and held.tried:
+                self.queue.remove(held)
+                self._park(held, TRIED_SECONDS)
+                continue
+            if choice is None or not self._may_send(held, choice):
+                break
+            self.queue.serve(held, _uncached(held, choice))
+            self._dispatch(held, choice, now)
+        self.demand.set_held(self.num_held, self.queue.oldest())
+        self._start_tick()
+
+    def _start_tick(self) -> None:
+        if len(self.queue) and self._tick is None:
+            self._tick = self._loop.call_later(TICK_SECONDS, self._on_tick)
+
+    def _on_tick(self) -> None:
+        self._tick = None
+        self._pump()
+
+    def _reject(self, exchange: Exchange, now: float) -> None:
+        """Answer a request that cannot be held, or not any longer."""
+        if self.registry.replicas(now):
+            error = HttpError(
+                429, "all replicas are busy; try again later", retry_after=RETRY_AFTER_SECONDS, reason="max-hold"
+            )
+        else:
+            error = HttpError(
+                503, "no replica is available; try again later", retry_after=RETRY_AFTER_SECONDS, reason="no-replica"
+            )
+        self.metrics.dropped(error.reason)
+        exchange.fail(error)
+
+    def _park(self, exchange: Exchange, seconds: float, *, forget_tried: bool = True) -> None:
+        """Hold a request for some time before its next attempt."""
+        exchange.was_held = True
+        self._parked[exchange] = self._loop.call_later(seconds, self._unpark, exchange, forget_tried)
+
+    def _unpark(self, exchange: Exchange, forget_tried: bool) -> None:
+        del self._parked[exchange]
+        if forget_tried:
+            exchange.tried = frozenset()
+        if exchange.route is not Route.GENERATE:
+            self.forward(exchange)
+            return
+        self.queue.push_front(exchange)
+        self._pump()
+
+    # --- dispatch -------------------------------------------------------------------------------------------------
+
+    def _excluded(self, exchange: Exchange, now: float) -> frozenset[str]:
+        if not self._open:
+            return exchange.tried
+        return exchange.tried.union(
+            name for name in self._open if name in self._replicas and not self._replicas[name].breaker.allows(now)
+        )
+
+    def _choose(self, exchange: Exchange, now: float) -> Choice | None:
+        assert exchange.description is not None
+        return choose(
+            exchange.description.routed,
+            self.registry.replicas(now),
+            self.registry.index,
+            now,
+            self._rng,
+            self._excluded(exchange, now),
+            itl_target=self.config.itl_target_seconds,
+        )
+
+    def _try_dispatch(self, exchange: Exchange, now: float) -> bool:
+        choice = self._choose(exchange, now)
+        if choice is None or not self._may_send(exchange, choice):
+            return False
+        self._dispatch(exchange, choice, now)
+        return True
+
+    def _may_send(self, exchange: Exchange, choice: Choice) -> bool:
+        assert exchange.description is not None
+        return not exchange.description.computes or has_room(choice)
+
+    def _dispatch(self, exchange: Exchange, choice: Choice, now: float) -> None:
+        description = exchange.description
+        assert description is not None
+        exchange.choice = choice
+        if description.computes:
+            exchange.number = self.registry.dispatched(choice.best.replica, description.routed, now)
+        self.metrics.dispatched(exchange, choice, now)
+        self._send(exchange, choice.best.replica, now)
+
+    def _send(self, exchange: Exchange, name: str, now: float) -> None:
+        """Send a request over an idle connection, or over a new one."""
+        replica = self._replicas[name]
+        exchange.replica, exchange.replica_name, exchange.dispatched_at = replica, name, now
+        exchange.attempts += 1
+        replica.breaker.sent()
+        self.demand.in_flight += 1
+        connection = replica.take(now)
+        if connection is not None:
+            self._send_over(exchange, connection)
+        else:
+            self._connect(exchange, replica)
+
+    def _connect(self, exchange: Exchange, replica: ReplicaConnections) -> None:
+        task = self._loop.create_task(self._send_over_new_connection(exchange, replica))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _send_over_new_connection(self, exchange: Exchange, replica: ReplicaConnections) -> None:
+        try:
+            connection = await replica.connect()
+        except OSError as error:  # also TimeoutError
+            if not exchange.is_done:
+                self.retry_after_failure(exchange, f"connect: {error}", is_connect=True)
+            return
+        if exchange.is_done:
+            replica.put(connection)
+        else:
+            self._send_over(exchange, connection)
+
+    def _send_over(self, exchange: Exchange, connection: UpstreamConnection) -> None:
+        assert exchange.replica is not None
+        exchange.upstream = connection
+        own = []
+        if exchange.number is not None:
+            number = dispatch_header(self.registry.router_id, exchange.number)
+            own.append(b"x-trimtab-dispatch: " + number.encode())
+        body = exchange.body
+        head = upstream_head(exchange.head, len(body), own, self.describer.untrusted_headers)
+        if exchange.attempts == 1 and not exchange.was_held:
+            self.metrics.added_seconds.observe(monotonic() - exchange.arrived_at)
+        connection.send(exchange, head, body)
+
+    # --- outcomes, called by exchanges ----------------------------------------------------------------------------
+
+    def response_headers(self, exchange: Exchange) -> list[bytes]:
+        """Return the router's own header lines of a response."""
+        assert exchange.replica is not None
+        own = [b"x-trimtab-replica: " + exchange.replica.endpoint.name.encode()]
+        if exchange.choice is not None and b"x-trimtab-why" in exchange.head.fields:
+            own.append(b"x-trimtab-why: " + explain(exchange.choice).encode())
+        return own
+
+    def on_first_byte(self, exchange: Exchange) -> None:
+        """Record the first byte of a response's body."""
+        exchange.first_byte_at = now = monotonic()
+        if exchange.number is not None:
+            self.registry.first_byte(exchange.replica_name, exchange.number)
+        self.metrics.first_byte(exchange, now)
+
+    def on_usage(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Record the usage that a replica has reported."""
+        self.metrics.usage(prompt_tokens, cached_tokens)
+
+    def on_end(self, exchange: Exchange) -> None:
+        """Record a complete response."""
+        self._end_dispatch(exchange)
+        self.metrics.finished(exchange.route.value, exchange.status)
+        self.schedule_pump()
+
+    def on_interrupted(self, exchange: Exchange) -> None:
+        """Record a replica's failure in the middle of a response."""
+        self._record_failure(exchange)
+        self._end_dispatch(exchange)
+        self.metrics.interrupted.inc()
+        self.metrics.finished(exchange.route.value, exchange.status)
+        self.schedule_pump()
+
+    def on_cancelled(self, exchange: Exchange) -> None:
+        """Forget a request whose client left."""
+        timer = self._parked.pop(exchange, None)
+        if timer is not None:
+            timer.cancel()
+        elif exchange in self.queue:
+            self.queue.remove(exchange)
+        elif exchange.replica is not None:
+            if not exchange.response_started:
+                exchange.replica.breaker.abandoned()
+            self._end_dispatch(exchange)
+        self.demand.set_held(self.num_held, self.queue.oldest())
+        self.metrics.client_disconnects.inc()
+        self.schedule_pump()
+
+    def retry_after_status(self, exchange: Exchange, status: int) -> bool:
+        """Return True if the request goes to another replica because this one answered with a status."""
+        if exchange.attempts >= MAX_ATTEMPTS or not exchange.is_repeatable:
+            return False
+        replica = exchange.replica
+        assert replica is not None
+        tried = exchange.tried | {replica.endpoint.name}
+        has_other = any(each.replica not in tried for each in self.registry.replicas(monotonic()))
+        can_wait = status != 429 and exchange.route is Route.GENERATE and self.config.max_hold_seconds > 0
+        if not (has_other or can_wait) or not self._budget.spend():
+            return False
+        upstream, exchange.upstream = exchange.upstream, None
+        assert upstream is not None
+        upstream.abandon()
+        self._retry(exchange, f"status-{status}")
+        return True
+
+    def retry_after_failure(
+        self, exchange: Exchange, cause: str, *, is_stale: bool = False, is_connect: bool = False
+    ) -> None:
+        """Try again after a transport error, or answer with 502.
+
+        Args:
+            exchange: The request.
+            cause: The error, for the answer and the log.
+            is_stale: True if an idle connection turned out to be closed: this is no sign of a failing replica.
+            is_connect: True if nothing was sent.
+        """
+        replica = exchange.replica
+        assert replica is not None
+        if is_stale and exchange.is_repeatable:
+            self.metrics.retried("stale-connection")
+            self._connect(exchange, replica)
+            return
+        self._record_failure(exchange)
+        repeatable = exchange.is_repeatable or is_connect
+        if exchange.attempts < MAX_ATTEMPTS and repeatable and self._budget.spend():
+            self._retry(exchange, "connect" if is_connect else "reset")
+            return
+        self._end_dispatch(exchange)
+        logger.warning("request failed: replica %s: %s", replica.endpoint.name, cause)
+        exchange.fail(
+            HttpError(
+                502,
+                f"replica {replica.endpoint.name} failed before it answered: {cause}; send the request again",
+                retry_after=1,
+            )
+        )
+
+    def _retry(self, exchange: Exchange, cause: str) -> None:
+        """Wait for a moment, then try a replica that has not been tried."""
+        assert exchange.replica is not None
+        self.metrics.retried(cause)
+        exchange.tried |= {exchange.replica.endpoint.name}
+        self._end_dispatch(exchange)
+        self._park(exchange, self._rng.uniform(MIN_RETRY_DELAY_SECONDS, MAX_RETRY_DELAY_SECONDS), forget_tried=False)
+
+    def _record_failure(self, exchange: Exchange) -> None:
+        replica = exchange.replica
+        assert replica is not None
+        name = replica.endpoint.name
+        if replica.breaker.failed(monotonic()):
+            self.metrics.breaker_opened.inc()
+            logger.warning("breaker: open after transport errors of replica %s", name)
+        if replica.breaker.is_open and self._replicas.get(name) is replica:
+            self._open.add(name)
+
+    def _end_dispatch(self, exchange: Exchange) -> None:
+        """Remove the request from its replica's load."""
+        replica, exchange.replica = exchange.replica, None
+        if replica is None:
+            return
+        self.demand.in_flight -= 1
+        name = replica.endpoint.name
+        if exchange.number is not None:
+            self.registry.finished(name, exchange.number)
+            exchange.number = None
+        if name in self._open and not replica.breaker.is_open:
+            self._open.discard(name)
+
+
+def has_room(choice: Choice) -> bool:
+    """Return True if a replica's predicted queue is at most one of its steps."""
+    return any(each is not None and each.queue_seconds <= each.step_seconds for each in (choice.best, choice.runner_up))
+
+
+def explain(choice: Choice) -> str:
+    """Return the choice in one line, for the header x-trimtab-why."""
+
+    def text(candidate: Candidate) -> str:
+        return (
+            f"{candidate.replica} score={candidate.score:.4f} ttft={candidate.predicted_ttft:.4f} "
+            f"cached={candidate.cached_tokens} queue={candidate.queue_seconds:.4f}"
+        )
+
+    line = f"rule={choice.rule}; best={text(choice.best)}"
+    return line if choice.runner_up is None else f"{line}; next={text(choice.runner_up)}"
+
+
+def _uncached(exchange: Exchange, choice: Choice) -> float:
+    assert exchange.description is not None
+    return exchange.description.routed.prompt_tokens - choice.best.cached_tokens

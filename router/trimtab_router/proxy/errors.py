@@ -1,0 +1,64 @@
+"""Errors of the router itself, in the engine's format, so that OpenAI clients raise the matching exceptions."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import orjson
+
+ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "internal_error",
+    502: "service_unavailable",
+    503: "service_unavailable",
+    504: "service_unavailable",
+}
+"""Value of `error.type` by status; the others are invalid_request_error."""
+
+
+class HttpError(Exception):
+    """Ends one request with a status. `reason` becomes the header x-trimtab-dropped, `retry_after` is in seconds."""
+
+    def __init__(self, status: int, message: str, *, retry_after: int = 0, reason: str = "") -> None:
+        super().__init__(message)
+        self.status, self.message, self.retry_after, self.reason = status, message, retry_after, reason
+
+    @property
+    def body(self) -> bytes:
+        """Return the JSON body."""
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error")
+        return orjson.dumps(
+            {"error": {"message": self.message, "type": kind, "param": None, "code": self.reason or self.status}}
+        )
+
+    def response(self, *, close: bool, request_id: bytes = b"", head_only: bool = False) -> bytes:
+        """Return the whole response."""
+        headers = []
+        if self.retry_after:
+            headers.append(b"retry-after: %d" % self.retry_after)
+        if self.reason:
+            headers.append(b"x-trimtab-dropped: " + self.reason.encode())
+        if request_id:
+            headers.append(b"x-request-id: " + request_id)
+        return json_response(self.status, self.body, close=close, headers=headers, head_only=head_only)
+
+    def event(self) -> bytes:
+        """Return the error as the last events of an SSE stream."""
+        return b"data: " + self.body + b"\n\ndata: [DONE]\n\n"
+
+
+def json_response(
+    status: int, body: bytes, *, close: bool, headers: list[bytes] | None = None, head_only: bool = False
+) -> bytes:
+    """Return a whole response with a JSON body; `headers` are complete lines without CRLF."""
+    lines = [
+        b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode()),
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        *(headers or []),
+    ]
+    if close:
+        lines.append(b"connection: close")
+    return b"\r\n".join(lines) + b"\r\n\r\n" + (b"" if head_only else body)

@@ -1,0 +1,136 @@
+"""Runs a router: worker processes, listening sockets, admin port, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+
+import uvloop
+from aiohttp import web
+
+from trimtab_router.admin import build_admin_app
+from trimtab_router.config import RouterConfig
+from trimtab_router.endpoints.endpoint_slices import EndpointSliceSource
+from trimtab_router.metrics import RouterMetrics
+from trimtab_router.proxy.dispatcher import Dispatcher
+from trimtab_router.proxy.server import ProxyServer
+from trimtab_router.state_stream.registry import Registry
+from trimtab_router.workers import Worker, WorkerFleet, follow_first_worker
+
+ADMIN_SHUTDOWN_SECONDS = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+def run_router(config: RouterConfig) -> int:
+    """Run the router until SIGTERM and return its exit code."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    if config.access_log:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        access = logging.getLogger("trimtab_router.access")
+        access.addHandler(handler)
+        access.propagate = False
+        access.setLevel(logging.INFO)
+    links: list[socket.socket] = []
+    for _ in range(1, config.processes):
+        own, other = socket.socketpair()
+        if os.fork() == 0:
+            for link in (*links, own):
+                link.close()
+            os._exit(_run_worker(config, (), other))
+        other.close()
+        links.append(own)
+    return _run_worker(config, tuple(links), None)
+
+
+def _run_worker(config: RouterConfig, links: tuple[socket.socket, ...], first: socket.socket | None) -> int:
+    try:
+        return uvloop.run(_serve(config, links, first))
+    except OSError as error:
+        print(f"trimtab-router: {error}", file=sys.stderr)
+        return 1
+
+
+async def _serve(config: RouterConfig, links: tuple[socket.socket, ...], first: socket.socket | None) -> int:
+    """Serve until the router has drained, and return the exit code.
+
+    Args:
+        config: The settings.
+        links: In the first worker, the links to the others.
+        first: In another worker, the link to the first one.
+    """
+    registry = Registry(config.served_models)
+    dispatcher = Dispatcher(config, registry, RouterMetrics())
+    server = ProxyServer(config, dispatcher)
+    worker = Worker(server, dispatcher)
+    tasks = [_start_endpoints(config, server)]
+    await server.start(_listen(config))
+    runner: web.AppRunner | None = None
+    fleet: WorkerFleet | None = None
+    if first is None:
+        fleet = WorkerFleet(worker, links)
+        await fleet.start()
+        runner = await _start_admin(config, fleet)
+        begin_drain = fleet.begin_drain
+        logger.info("listening on port %d, admin port %d", config.port, config.admin_port)
+    else:
+        tasks.append(asyncio.create_task(follow_first_worker(worker, first)))
+        begin_drain = worker.begin_drain
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, begin_drain)
+    await worker.drain_requested.wait()
+    logger.info("draining: %d requests in progress", dispatcher.demand.in_flight + dispatcher.num_held)
+    await server.drain()
+    for task in tasks:
+        task.cancel()
+    registry.close()
+    if fleet is not None and runner is not None:
+        await fleet.all_ended()
+        await runner.cleanup()
+    return 1 if fleet is not None and fleet.has_failed else 0
+
+
+def _start_endpoints(config: RouterConfig, server: ProxyServer) -> asyncio.Task[None]:
+    """Start to follow the replicas."""
+
+    def on_endpoints(endpoints: object) -> None:
+        server.dispatcher.set_endpoints(endpoints)  # type: ignore[arg-type]
+        server.knows_replicas = True
+
+    async def fixed() -> None:
+        on_endpoints(config.endpoints)
+
+    if config.service is None:
+        return asyncio.create_task(fixed())
+    namespace, _, name = config.service.partition("/")
+    return asyncio.create_task(EndpointSliceSource(namespace, name, on_endpoints).run())
+
+
+def _listen(config: RouterConfig) -> socket.socket:
+    """Return a bound socket of the API port, which worker processes share."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    own = socket.socket(family, socket.SOCK_STREAM)
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if config.processes > 1:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    own.bind((config.host, config.port))
+    own.setblocking(False)
+    return own
+
+
+async def _start_admin(config: RouterConfig, fleet: WorkerFleet) -> web.AppRunner:
+    runner = web.AppRunner(
+        build_admin_app(fleet, config.admin_token_sha256), access_log=None, shutdown_timeout=ADMIN_SHUTDOWN_SECONDS
+    )
+    await runner.setup()
+    await web.TCPSite(runner, config.admin_host, config.admin_port).start()
+    return runner
