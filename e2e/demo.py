@@ -45,7 +45,9 @@ from harness.tuning import (
     decision_probe,
     load_options,
     pinned_utilization,
+    predictions,
     preemptions_per_1000_tokens,
+    recomputed_share,
     start_utilization,
     watch_probe,
 )
@@ -72,6 +74,10 @@ class Scene:
     report: LoadReport
     restarted: bool
     trace: Trace
+    predicted: dict[str, float]
+    """Predicted values by measure."""
+    seconds: tuple[float, float]
+    """Duration before the decision and after it."""
 
 
 @dataclass(slots=True)
@@ -127,20 +133,23 @@ class Demo:
             f"  {CONCURRENCY} clients continuously send prompts of {PROMPT_TOKENS} tokens and request {OUTPUT_TOKENS}. "
             f"The KV cache holds {before.kv_tokens:,} tokens, and at most {before.kv_tokens_cap:,}."
         )
-        options, trace = load_options(deployment), Trace(title)
+        options, trace, begin = load_options(deployment), Trace(title), time.monotonic()
         with load(self.target.kube, NAMESPACE, self.installation.images.operator, options) as running:
             decision = self._until_moved(deployment, knob, before, trace)
-            then = deployment.engine()
+            then, decided = deployment.engine(), time.monotonic()
+            predicted = predictions(deployment, decision)
             self._explain(decision, before, then, restarted=deployment.restarts() != restarts)
             continue_load = self._until_calm if knob == UTILIZATION else self._watched
             after = continue_load(deployment, trace)
+            seconds = decided - begin, time.monotonic() - decided
+            self._compare(predicted, then, after)
             trace.moves = [_move(entry) for entry in reversed(deployment.history()) if "to" in entry]
             report = self._stop(running)
         restarted = deployment.restarts() != restarts
         assert not restarted, "a pod or a container was restarted"
         assert report.failed == [], f"requests failed: {report.failed[:3]}"
         assert report.completed > 0, "no request was completed"
-        return Scene(title, decision, before, then, after, report, restarted, trace)
+        return Scene(title, decision, before, then, after, report, restarted, trace, predicted, seconds)
 
     def _until_moved(self, deployment: Deployment, knob: str, before: EngineReading, trace: Trace) -> dict[str, Any]:
         with self.stage.meter() as meter:
@@ -157,6 +166,13 @@ class Demo:
             f"{now.values[WATERMARK]:g}, max_num_seqs {before.values[SEQS]:.0f} → {now.values[SEQS]:.0f}; "
             f"{'RESTARTED' if restarted else 'nothing was restarted'}."
         )
+
+    def _compare(self, predicted: dict[str, float], then: EngineReading, after: EngineReading) -> None:
+        if "recomputed share" in predicted:
+            self.stage.line(
+                f"  Recomputed share: predicted {predicted['recomputed share']:.1%}, observed "
+                f"{recomputed_share(then, after):.1%}."
+            )
 
     def _until_calm(self, deployment: Deployment, trace: Trace) -> EngineReading:
         self.stage.line("  The same load continues:")
@@ -244,6 +260,8 @@ class Demo:
                     for s in scenes
                 ],
             ),
+            ("recomputed share", [_shares(s) for s in scenes]),
+            ("tokens per second", [f"{_speed(s, 0):.0f} → {_speed(s, 1):.0f}" for s in scenes]),
             ("requests completed", [str(s.report.completed) for s in scenes]),
             ("requests failed", [str(len(s.report.failed)) for s in scenes]),
             ("restarts", ["yes" if s.restarted else "none" for s in scenes]),
@@ -265,6 +283,12 @@ class Demo:
                         preemptions_per_1000_tokens(scene.before, scene.then),
                         preemptions_per_1000_tokens(scene.then, scene.after),
                     ],
+                    "recomputed_share": [
+                        recomputed_share(scene.before, scene.then),
+                        recomputed_share(scene.then, scene.after),
+                    ],
+                    "predicted": scene.predicted,
+                    "tokens_per_second": [_speed(scene, 0), _speed(scene, 1)],
                     "gpu_memory_utilization": [scene.before.values[UTILIZATION], scene.after.values[UTILIZATION]],
                     "config_generation": [scene.before.config_generation, scene.after.config_generation],
                     "preemptions": scene.after.preemptions - scene.before.preemptions,
@@ -277,6 +301,20 @@ class Demo:
                 for scene in self.scenes
             ],
         }
+
+
+def _shares(scene: Scene) -> str:
+    """Return the recomputed share before and after the decision, and the predicted one."""
+    before, after = recomputed_share(scene.before, scene.then), recomputed_share(scene.then, scene.after)
+    predicted = scene.predicted.get("recomputed share")
+    note = "" if predicted is None else f" (predicted {predicted:.1%})"
+    return f"{before:.1%} → {after:.1%}{note}"
+
+
+def _speed(scene: Scene, part: int) -> float:
+    """Return output tokens per second before (0) or after (1) the decision."""
+    one, other = ((scene.before, scene.then), (scene.then, scene.after))[part]
+    return (other.generation_tokens - one.generation_tokens) / max(1e-9, scene.seconds[part])
 
 
 def _both(show: Callable[[EngineReading], None], trace: Trace) -> Callable[[EngineReading], None]:

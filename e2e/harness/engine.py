@@ -22,6 +22,8 @@ class EngineReading:
     kv_tokens: int
     kv_tokens_cap: int
     generation_tokens: float
+    computed_tokens: float
+    recomputed_tokens: float
     config_generation: int
     values: dict[str, float] = field(default_factory=dict)  # the applied value of each live field
 
@@ -54,6 +56,8 @@ def parse(text: str) -> EngineReading:
         kv_tokens=int(blocks["total"]) * block_size,
         kv_tokens_cap=int(blocks["cap"]) * block_size,
         generation_tokens=plain["vllm:generation_tokens_total"],
+        computed_tokens=plain["trimtab_step_tokens_total"],
+        recomputed_tokens=plain["trimtab_recomputed_tokens_total"],
         config_generation=int(plain["trimtab_config_generation"]),
         values=values,
     )

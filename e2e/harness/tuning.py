@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.deployment import SAMPLE, Deployment
@@ -133,6 +137,26 @@ def preemptions_per_1000_tokens(before: EngineReading, after: EngineReading) -> 
     """Return the preemptions per 1,000 generated tokens between two readings."""
     tokens = after.generation_tokens - before.generation_tokens
     return 1000 * (after.preemptions - before.preemptions) / tokens if tokens > 0 else 0.0
+
+
+def recomputed_share(before: EngineReading, after: EngineReading) -> float:
+    """Return the share of the computed tokens between two readings that were computed again after a preemption."""
+    tokens = after.computed_tokens - before.computed_tokens
+    return (after.recomputed_tokens - before.recomputed_tokens) / tokens if tokens > 0 else 0.0
+
+
+def predictions(deployment: Deployment, decision: dict[str, Any]) -> dict[str, float]:
+    """Return the predicted values of a decision by measure, as `trimtab why` reports them."""
+    command = [str(Path(sys.executable).with_name("kubectl-trimtab")), "why", deployment.name, "-o", "json"]
+    answer = subprocess.run(
+        [*command, "--namespace", deployment.namespace],
+        env=deployment.kube.full_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    entries = [entry for entry in json.loads(answer.stdout)["decisions"] if entry["id"] == decision["id"]]
+    return {one["measure"]: float(one["after"]) for entry in entries for one in entry["expected"]}
 
 
 def start_utilization() -> str:

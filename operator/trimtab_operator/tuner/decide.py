@@ -398,6 +398,28 @@ class _Iteration:
                 pins=(*self.state.pins, pin),
             )
             self._apply_now(Move(Reason.ROLLED_BACK, trial.parameter, trial.after, trial.before), note=verdict.seen)
+        elif verdict.verdict is Verdict.NOT_ACHIEVED:
+            self._end_useless(trial, verdict.seen)
+
+    def _end_useless(self, trial: Trial, seen: str) -> None:
+        """End a trial without its predicted effect: return the value unless it costs nothing, and do not change it for
+        that reason again until the request mix changes.
+        """
+        is_free = trial.parameter is Parameter.GPU_MEMORY_UTILIZATION and trial.after > trial.before
+        kept = trial.after if is_free else trial.before
+        limit = Pin(
+            trial.parameter,
+            trial.after + 1 if is_free else trial.after,
+            kept,
+            self.now + self.settings.pace.useless_seconds,
+            is_for_mix=True,
+        )
+        self.state = replace(
+            self.state.with_outcome(trial.decision, f"not achieved: {seen}"),
+            trial=None,
+            pins=(*self.state.pins, limit),
+        )
+        self._apply_now(Move(Reason.PREDICTION_NOT_ACHIEVED, trial.parameter, trial.after, kept), note=seen)
 
     def _try(self, move: Move, situation: Situation) -> None:
         assert isinstance(move.target, Parameter)

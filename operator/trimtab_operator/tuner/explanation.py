@@ -61,9 +61,11 @@ def _decision_lines(decision: Decision) -> list[str]:
     lines += [f"    evidence: {name.replace('_', ' ')} {_number(value)}" for name, value in move.evidence.items()]
     for entry in move.expected:
         interval = (
-            "" if math.isinf(entry.high) else f" (between {_amount(entry, entry.low)} and {_amount(entry, entry.high)})"
+            ""
+            if math.isinf(entry.high)
+            else f" (between {show_amount(entry.measure, entry.low)} and {show_amount(entry.measure, entry.high)})"
         )
-        before, after = _amount(entry, entry.before), _amount(entry, entry.after)
+        before, after = show_amount(entry.measure, entry.before), show_amount(entry.measure, entry.after)
         change = f"stays at {after}" if before == after else f"from {before} to {after}"
         lines.append(f"    predicted: {entry.measure.value} {change}{interval}")
     guide = GUIDE.get(decision.reason)
@@ -196,6 +198,17 @@ def _periods_before(seen: Mapping[str, float]) -> str:
     return f"the previous {name}" if count == 1 else f"the previous {count:,} {name}s"
 
 
+def _requests_held(move: Move, mode: Mode) -> str:
+    count, seconds = int(move.evidence["held_requests"]), move.evidence["oldest_held_seconds"]
+    noun = "request" if count == 1 else "requests"
+    held = f"{count:,} {noun}, the oldest for {seconds:.1f} s"
+    return f"{_change(move, mode)}: the router holds {held}, and no replica serves"
+
+
+def _no_requests(move: Move, mode: Mode) -> str:
+    return f"{_change(move, mode)}: no request arrived or was in flight for {move.evidence['idle_seconds']:,.0f} s"
+
+
 def _saturated(move: Move, _: Mode) -> str:
     advice = "add replicas, or GPUs to each" if isinstance(move.target, ReplicaCount) else f"raise {move.target.value}"
     return (
@@ -206,6 +219,13 @@ def _saturated(move: Move, _: Mode) -> str:
 
 def _rolled_back(move: Move, _: Mode) -> str:
     return f"Rolled {move.target.value} back from {show(move.before)} to {show(move.after)}: results became worse"
+
+
+def _not_achieved(move: Move, _: Mode) -> str:
+    name = move.target.value
+    if move.before == move.after:
+        return f"Kept {name} at {show(move.after)} although the predicted effect was not achieved: it costs nothing"
+    return f"Returned {name} from {show(move.before)} to {show(move.after)}: the predicted effect was not achieved"
 
 
 def _restarted(move: Move, _: Mode) -> str:
@@ -245,8 +265,11 @@ _FORMATTERS: Mapping[Reason, Callable[[Move, Mode], str]] = {
     Reason.TOO_FEW_SEQUENCE_SLOTS: _too_few_slots,
     Reason.TOO_FEW_REPLICAS: _replicas,
     Reason.TOO_MANY_REPLICAS: _replicas,
+    Reason.REQUESTS_HELD: _requests_held,
+    Reason.NO_REQUESTS: _no_requests,
     Reason.SATURATED: _saturated,
     Reason.ROLLED_BACK: _rolled_back,
+    Reason.PREDICTION_NOT_ACHIEVED: _not_achieved,
     Reason.ROLLED_BACK_AFTER_RESTART: _restarted,
     Reason.DEVICE_MEMORY_PRESSURE: _device_memory_pressure,
     Reason.BOUNDS_CHANGED: _bounds,
@@ -255,20 +278,21 @@ _FORMATTERS: Mapping[Reason, Callable[[Move, Mode], str]] = {
 
 
 def _expected(entry: Expectation) -> str:
-    before, after = _amount(entry, entry.before), _amount(entry, entry.after)
+    before, after = show_amount(entry.measure, entry.before), show_amount(entry.measure, entry.after)
     if before == after:
         return f"{entry.measure.value} is expected to stay at {after}"
     return f"{entry.measure.value} is expected to change from {before} to {after}"
 
 
-def _amount(entry: Expectation, value: float) -> str:
-    if entry.measure in (Measure.ATTAINMENT, Measure.RECOMPUTED):
+def show_amount(measure: Measure, value: float) -> str:
+    """Return a value of a measure for display: 9.1%, 12 ms, 95 tokens/s."""
+    if measure in (Measure.ATTAINMENT, Measure.RECOMPUTED):
         return percent(value)
-    if entry.measure in (Measure.TTFT_P95, Measure.ITL_P95):
+    if measure in (Measure.TTFT_P95, Measure.ITL_P95):
         return f"{figure(value * 1000)} ms"
-    if entry.measure in (Measure.CAPACITY, Measure.GOOD):
+    if measure in (Measure.CAPACITY, Measure.GOOD):
         return f"{figure(value)} requests/s"
-    if entry.measure is Measure.TOKENS:
+    if measure is Measure.TOKENS:
         return f"{figure(value)} tokens/s"
     return "more" if math.isinf(value) else f"{value:,.0f}"
 

@@ -91,7 +91,9 @@ def _with_lengths(state: TunerState, observation: Observation) -> TunerState:
     finished = [row for one in updates.values() for row in one.finished]
     unfinished = [row for one in updates.values() for row in one.unfinished]
     lengths = state.lengths.with_requests(finished, unfinished, lost).with_shift_check(observation.at)
-    return replace(state, lengths=lengths, running=running)
+    has_shifted = lengths.version != state.lengths.version
+    pins = tuple(pin for pin in state.pins if not (has_shifted and pin.is_for_mix))
+    return replace(state, lengths=lengths, running=running, pins=pins)
 
 
 def _with_sharing(state: TunerState, observation: Observation) -> TunerState:

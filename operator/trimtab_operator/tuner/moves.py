@@ -31,7 +31,8 @@ class Reason(StrEnum):
     REQUESTS_HELD = "RequestsHeld"  # the router holds requests, and no replica serves
     NO_REQUESTS = "NoRequests"  # no request for the idle timeout: no replica is needed
     SATURATED = "Saturated"  # objectives are violated and every parameter is at its bound
-    ROLLED_BACK = "RolledBack"  # a change had another effect than predicted
+    ROLLED_BACK = "RolledBack"  # a change made the result worse
+    PREDICTION_NOT_ACHIEVED = "PredictionNotAchieved"  # a change had less than half of its predicted effect
     ROLLED_BACK_AFTER_RESTART = (
         "RolledBackAfterRestart"  # an engine ran out of memory, or crashed, above the start values
     )

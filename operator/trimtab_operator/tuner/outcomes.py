@@ -30,7 +30,7 @@ def _change(decision: Decision) -> float:
 def _outcome(decision: Decision, later: Decision | None, serving: int, now: float) -> str:
     """Return the outcome; "" while it is unknown."""
     seconds = (now if later is None else later.at) - decision.at
-    if decision.reason is Reason.TOO_FEW_REPLICAS:
+    if decision.reason in (Reason.TOO_FEW_REPLICAS, Reason.REQUESTS_HELD):
         if later is None and serving >= (decision.move.after or 0):
             return f"{serving} replicas were ready after {seconds:.0f} s"
         return (

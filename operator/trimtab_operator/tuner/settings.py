@@ -58,6 +58,7 @@ class Pace:
     window_seconds: float = 60.0  # older evidence says nothing about the present load
     cool_down_seconds: float = 60.0  # between two changes of live parameters
     pin_seconds: float = 1800.0  # during which a harmful value is avoided
+    useless_seconds: float = 6 * 3600.0  # during which a change without its predicted effect is not made again
     quiet_seconds: float = 1800.0  # without preemption before a parameter returns towards its start value
     judge_seconds: float = 300.0  # after which a harmless change is kept
     least_requests: int = 30  # needed to judge attainment

@@ -34,6 +34,8 @@ class Pin:
     value: Value
     limit: Value
     until: float
+    is_for_mix: bool = False
+    """True if it also ends when the request mix changes."""
 
     @property
     def is_upper(self) -> bool:

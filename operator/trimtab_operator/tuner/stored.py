@@ -36,7 +36,13 @@ def to_json(state: TunerState) -> str:
             "movedAt": dict(state.moved_at),
             "trial": None if state.trial is None else _trial_to_json(state.trial),
             "pins": [
-                {"parameter": p.parameter.value, "value": p.value, "limit": p.limit, "until": p.until}
+                {
+                    "parameter": p.parameter.value,
+                    "value": p.value,
+                    "limit": p.limit,
+                    "until": p.until,
+                    "forMix": p.is_for_mix,
+                }
                 for p in state.pins
             ],
             "crashes": list(state.crashes),
@@ -208,7 +214,8 @@ def _trial(data: Mapping[str, Any]) -> Trial:
 
 
 def _pin(data: Mapping[str, Any]) -> Pin:
-    return Pin(Parameter(data["parameter"]), _number(data["value"]), _number(data["limit"]), _number(data["until"]))
+    value, limit, until = (_number(data[name]) for name in ("value", "limit", "until"))
+    return Pin(Parameter(data["parameter"]), value, limit, until, data.get("forMix") is True)
 
 
 def _season_to_json(season: Season) -> dict[str, Any]:

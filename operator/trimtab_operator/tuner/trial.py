@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trimtab_operator.tuner.explanation import format_distinct, percent
+from trimtab_operator.tuner.explanation import format_distinct, percent, show_amount
 from trimtab_operator.tuner.moves import Expectation, Measure
 from trimtab_operator.tuner.observation import Interval
 from trimtab_operator.tuner.parameters import Parameter
@@ -35,6 +35,7 @@ class Verdict(StrEnum):
     OPEN = "open"
     KEPT = "kept"
     BAD = "bad"
+    NOT_ACHIEVED = "not achieved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,41 @@ def judge_trial(
     if s.now - trial.at < (AWAITED if is_awaited else 1.0) * s.settings.pace.judge_seconds:
         return OPEN
     note = "; attainment could not be judged because replicas kept starting" if is_awaited else ""
-    return Judgement(Verdict.KEPT, _describe_outcome(trial.expected, attained, since) + note)
+    outcome = _describe_outcome(trial.expected, s, attained, since) + note
+    is_useless = not is_awaited and _is_missed(trial, s, attained, requests, since)
+    return Judgement(Verdict.NOT_ACHIEVED if is_useless else Verdict.KEPT, outcome)
+
+
+def _is_missed(trial: Trial, s: Situation, attained: float | None, requests: int, since: Interval) -> bool:
+    """Return True if the first measure that can be observed is outside its predicted interval, and has changed by less
+    than half of the predicted change. With another open-loop load, nothing can be compared.
+    """
+    if not (_is_comparable(trial, s) or s.state.clients.are_closed_loop):
+        return False
+    for entry in trial.expected:
+        seen = _observed(entry.measure, s, attained, since)
+        if seen is None:
+            continue
+        if entry.measure is Measure.ATTAINMENT and not _is_less(seen, entry.after, requests):
+            return False
+        is_outside = seen > entry.high if entry.after < entry.before else seen < entry.low
+        return is_outside and abs(entry.after - seen) > abs(entry.after - entry.before) / 2
+    return False
+
+
+def _observed(measure: Measure, s: Situation, attained: float | None, since: Interval) -> float | None:
+    """Return the observed value of a measure; None if it cannot be observed."""
+    match measure:
+        case Measure.ATTAINMENT:
+            return attained
+        case Measure.RECOMPUTED:
+            return since.recomputed_share
+        case Measure.GOOD:
+            return None if attained is None else attained * s.rate
+        case Measure.TOKENS:
+            return since.generated_tokens * max(1, s.replicas) / since.seconds if since.seconds > 0 else None
+        case _:
+            return None
 
 
 def _preemption_regression(trial: Trial, s: Situation, since: Interval) -> str | None:
@@ -144,14 +179,14 @@ def _is_comparable(trial: Trial, s: Situation) -> bool:
     return low > 0 and high <= COMPARABLE * low
 
 
-def _describe_outcome(expected: tuple[Expectation, ...], attained: float | None, since: Interval) -> str:
+def _describe_outcome(expected: tuple[Expectation, ...], s: Situation, attained: float | None, since: Interval) -> str:
     """Return observed next to predicted values."""
     parts = []
     for entry in expected:
-        if entry.measure is Measure.ATTAINMENT and attained is not None:
-            parts.append(f"predicted attainment {entry.after:.1%}, observed {attained:.1%}")
-        elif entry.measure is Measure.RECOMPUTED:
-            parts.append(f"predicted recomputed share {entry.after:.1%}, observed {since.recomputed_share:.1%}")
+        seen = _observed(entry.measure, s, attained, since)
+        if seen is not None:
+            predicted, observed = show_amount(entry.measure, entry.after), show_amount(entry.measure, seen)
+            parts.append(f"predicted {entry.measure.value} {predicted}, observed {observed}")
     if not parts and attained is not None:
         parts.append(f"attainment since then {attained:.1%}")
     return "; ".join(parts) or "no regression"

@@ -12,6 +12,7 @@ import pytest
 from engine_model_samples import sample_of
 from trimtab_operator.tuner.decide import decide
 from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
+from trimtab_operator.tuner.moves import Decision, Reason
 from trimtab_operator.tuner.objectives import Itl, Objectives, Ttft
 from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value
 from trimtab_operator.tuner.samples import Config, Ledger, Phase, ReplicaSnapshot
@@ -104,6 +105,10 @@ class Scene:
         ledger = Ledger(device, engine.blocks.total, BLOCK, 1, free_bytes=free)
         return ReplicaSnapshot("m-0", Phase.READY, "uid", 0.0, sample, config, ledger)
 
+    @property
+    def computed_tokens(self) -> int:
+        return sum(sums.tokens for sums in self.engine.counters.sums.values())
+
     def good_tokens(self, objectives: Objectives, since: float) -> int:
         """Return output tokens of requests that started after `since` and attained the objectives."""
         done = [s for s in self.engine.finished if s.arrival >= since]
@@ -173,3 +178,31 @@ def test_tuning_keeps_goodput_for_random_clients(seed: int) -> None:
 def _guess(cost: StepCost) -> StepCost:
     """Return the tuner's prior, a third off."""
     return StepCost(1.3 * cost.per_step, 1.3 * cost.per_token, 1.3 * cost.per_sequence, 1.3 * cost.per_context)
+
+
+def watermark_scene() -> Scene:
+    return Scene(headroom=False, fewest_blocks=140)
+
+
+def test_watermark_prediction_comes_true_and_beats_off() -> None:
+    """The demo's second scene, without objectives: throughput decides."""
+    tuned, state = watermark_scene(), TunerState()
+    decisions: list[Decision] = []
+    while tuned.now < 900.0:
+        tuned.serve(TICK)
+        bounds = {Parameter.GPU_MEMORY_UTILIZATION: Bounds(LEAST, LEAST)}
+        outcome = decide([tuned.snapshot()], state, Settings(Mode.AUTO, bounds=bounds, prior=_guess(COST)), tuned.now)
+        state, decisions = outcome.state, [*decisions, *outcome.decisions]
+        for values in outcome.patches.values():
+            tuned.patch(dict(values))
+    first = decisions[0]
+    assert (first.reason, first.at <= 135.0) == (Reason.ADMITTED_TOO_EARLY, True)
+    observed = watermark_scene()
+    observed.serve(first.at)
+    before = observed.engine.counters.recomputed_tokens, observed.computed_tokens
+    observed.patch({Parameter.WATERMARK: first.move.after or 0.0})
+    observed.serve(300.0)
+    share = (observed.engine.counters.recomputed_tokens - before[0]) / (observed.computed_tokens - before[1])
+    assert first.move.expected[0].after == pytest.approx(share, rel=0.2)
+    off = played(watermark_scene(), None, 900.0)
+    assert tuned.engine.counters.generated_tokens > 1.05 * off.engine.counters.generated_tokens

@@ -46,6 +46,8 @@ class EngineModelPolicy:
     watermark: float = 0.0
     allowance: Allowance | None = None
     """TTFT allowance of the queue order `deadline`; None for order of arrival."""
+    victim_candidates: int = VICTIM_CANDIDATES
+    """Of this many running sequences, the last in order, the cheapest is preempted; 1 is last in, first out."""
 
 
 @dataclass(slots=True)
@@ -125,6 +127,11 @@ class EngineModel:
         return self._policy
 
     @property
+    def cost(self) -> StepCost:
+        """Step times."""
+        return self._cost
+
+    @property
     def blocks(self) -> Blocks:
         """KV cache, for reading."""
         return self._blocks
@@ -155,6 +162,22 @@ class EngineModel:
     def waiting_tokens(self) -> int:
         """Tokens that waiting sequences must compute before their next token."""
         return sum(sequence.num_tokens for sequence in self._waiting)
+
+    @property
+    def waiting(self) -> Iterable[Sequence]:
+        """Sequences in the queue, including preempted ones."""
+        return self._waiting
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens left of the partly computed prompt; 0 if there is none."""
+        prefilling = self._prefilling
+        return 0 if prefilling is None else prefilling.num_tokens - prefilling.num_computed
+
+    @property
+    def context_tokens(self) -> int:
+        """Computed tokens of running sequences."""
+        return self._context + (0 if self._prefilling is None else self._prefilling.num_computed)
 
     @property
     def oldest_arrival(self) -> float | None:
@@ -633,7 +656,7 @@ class EngineModel:
     def _choose_victim(self, running: list[Sequence], index: int, victims: set[Sequence]) -> Sequence:
         """Return the victim: among the last sequences after `index`, the cheapest to recompute per freed block."""
         behind = (s for s in reversed(running[index + 1 :]) if s not in victims)
-        candidates = list(islice(behind, VICTIM_CANDIDATES)) or [running[index]]
+        candidates = list(islice(behind, self._policy.victim_candidates)) or [running[index]]
         size, blocks = self._block_size, self._blocks
         best, best_cost = candidates[0], math.inf
         for sequence in candidates:

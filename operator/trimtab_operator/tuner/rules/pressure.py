@@ -9,6 +9,7 @@ from trimtab_operator.tuner.situation import Situation
 
 PRESSED_SHARE = 0.01  # recomputed share of the computed tokens: less costs less than a change may
 FULL = 0.8  # KV cache usage below which capacity is not the cause of preemptions
+UNSURE_RECOMPUTED = 0.25  # usual relative error of a predicted share
 LEAST_RELIEF = 0.1  # of the recomputation: a change that saves less does not help against it
 
 
@@ -40,7 +41,7 @@ def evidence(s: Situation) -> dict[str, float]:
 
 def expected_relief(s: Situation, parameter: Parameter, value: Value) -> tuple[Expectation, ...] | None:
     """Return the expected effect of a change against preemption; None if it is predicted not to be worth it. Without a
-    predictor, at least half of the recomputation should disappear.
+    predictor, about half of the recomputation should disappear.
 
     For open-loop load, no harm is enough, because the queue drains by the saved work. For closed-loop clients the queue
     fills again, so the deciding measure must improve clearly. A preemption storm follows a rising load, so it is judged
@@ -49,10 +50,10 @@ def expected_relief(s: Situation, parameter: Parameter, value: Value) -> tuple[E
     share, rate = s.window.recomputed_share, s.recent_rate
     before, after = s.predict(s.candidate, rate), s.predict(s.with_parameter(parameter, value), rate)
     if before is None or after is None:
-        return (Expectation(Measure.RECOMPUTED, share, 0.0, 0.0, share / 2),)
+        return (Expectation(Measure.RECOMPUTED, share, share / 2, 0.0, share),)
     left = after.recomputed_share
-    if before.recomputed_share > 0:
-        left *= share / before.recomputed_share  # the observed share, scaled as the prediction
+    if before.recomputed_share > 0 and not s.state.clients.are_closed_loop:
+        left *= share / before.recomputed_share  # the queue drains: the observed share, scaled as the prediction
     if left > (1 - LEAST_RELIEF) * share:
         return None
     is_worth_it = (
@@ -60,5 +61,6 @@ def expected_relief(s: Situation, parameter: Parameter, value: Value) -> tuple[E
     )
     if not is_worth_it:
         return None
-    spared = Expectation(Measure.RECOMPUTED, share, left, 0.0, max(share / 2, left + UNSURE))
+    unsure = max(UNSURE, UNSURE_RECOMPUTED * left)
+    spared = Expectation(Measure.RECOMPUTED, share, left, max(0.0, left - unsure), left + unsure)
     return (spared, deciding_measure(s, before, after))

@@ -123,7 +123,7 @@ def test_watermark_without_objectives_needs_more_tokens(tokens: float, made: boo
     assert is_made(DEFAULTS, CLOSED_LOOP, ByWatermark((0.02, 0.015), (100.0, tokens))) is made
 
 
-@pytest.mark.parametrize(("objectives", "waits"), [(OBJECTIVES, True), (DEFAULTS, False)])
-def test_watermark_waits_for_predictor_only_with_objectives(objectives: Objectives, waits: bool) -> None:
-    state = TunerState(clients=CLOSED_LOOP, lengths=Lengths(pairs=(Pair(NOW - 60, 64, 192),)))
-    assert (raise_watermark(make_situation(objectives, state, None)) is None) is waits
+@pytest.mark.parametrize(("pairs", "waits"), [((Pair(NOW - 60, 64, 192),), True), ((), False)])
+def test_watermark_waits_for_predictor_if_requests_are_known(pairs: tuple[Pair, ...], waits: bool) -> None:
+    state = TunerState(clients=CLOSED_LOOP, lengths=Lengths(pairs=pairs))
+    assert (raise_watermark(make_situation(DEFAULTS, state, None)) is None) is waits
