@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from trimtab_engine.api.http.connections import ConnectionLimits
 from trimtab_engine.api.http.errors import add_error_handlers
 from trimtab_engine.api.http.get_and_head import get_and_head
+from trimtab_engine.api.http.json_cost import MAX_COST, JsonCostLimit
 from trimtab_engine.api.http.middleware import BodyLimit, CloseWhileEnding, CountArrivals, LoadingGate
 from trimtab_engine.api.http.path_errors import ADMIN_PORT
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
@@ -42,6 +43,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(tokenize_router(state))
     app.include_router(adapter_router(state))
     app.include_router(unsupported_router())
+    app.add_middleware(JsonCostLimit, max_cost=lambda: _max_json_cost(state))
     app.add_middleware(LoadingGate, not_loaded=state.loading_reason, retry_seconds=RETRY_SECONDS)
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
     app.add_middleware(BodyLimit, max_bytes=lambda: _max_body_bytes(state), remedy="send a shorter prompt")
@@ -61,6 +63,12 @@ def _max_body_bytes(state: ServerState) -> int:
     """Return the body limit, which is larger for vision models."""
     takes_images = state.serving is not None and state.serving.media is not None
     return MAX_MEDIA_BODY_BYTES if takes_images else MAX_BODY_BYTES
+
+
+def _max_json_cost(state: ServerState) -> int:
+    """Return the cost limit of a body, in which at least one prompt of token IDs of the maximum length fits."""
+    longest = 0 if state.serving is None else state.serving.facts.max_model_len
+    return max(MAX_COST, longest + longest // 4)
 
 
 def _open_paths(options: ServerOptions) -> frozenset[str]:
