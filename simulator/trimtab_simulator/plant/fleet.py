@@ -15,6 +15,7 @@ from trimtab_operator.tuner.engine_model import (
     KvBlocks,
     Sequence,
 )
+from trimtab_operator.tuner.engine_model.engine import VICTIM_CANDIDATES
 from trimtab_operator.tuner.parameters import Parameter, Value, Values, is_same, typed
 from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
 
@@ -46,6 +47,8 @@ class FleetSettings:
     make_blocks: MakeBlocks = plain_blocks
     allowance: Allowance | None = None
     """Allowance that engines order their queues by from the start; None for order of arrival."""
+    victim_candidates: int = VICTIM_CANDIDATES
+    """Running sequences among which engines choose the one to preempt."""
 
 
 class Fleet:
@@ -198,6 +201,7 @@ class Fleet:
             int(self.parameters[Parameter.MAX_NUM_BATCHED_TOKENS]),
             float(self.parameters[Parameter.WATERMARK]),
             self.allowance,
+            self.settings.victim_candidates,
         )
 
     def _num_blocks(self) -> int:
