@@ -36,7 +36,7 @@ REJECTED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (
         "zero",
         {"scaling": {"minReplicas": 0, "maxReplicas": 3}},
-        ("spec.scaling.minReplicas", "no metrics to scale up by"),
+        ("spec.scaling.minReplicas", "set spec.router.enabled"),
     ),
     ("objectives", {"objectives": {"ttft": {"target": "0s"}}}, ("spec.objectives.ttft", "above zero")),
     ("deadline", {"engine": {"schedulingPolicy": "deadline"}}, ("schedulingPolicy", "set spec.objectives.ttft.target")),

@@ -13,7 +13,7 @@ from pod_security import violations
 from prometheus_client import generate_latest
 from rendered_chart import CHART, HELM, NAMESPACE, NO_HELM, REPOSITORY, helm, one, render, rights
 from trimtab_operator.resource.allowed_privileges import PRIVILEGES
-from trimtab_operator.resource.installation import Alerts, GpuBudget, NetworkAccess, PodMonitoring
+from trimtab_operator.resource.installation import Alerts, GpuBudget, NetworkAccess, PodMonitoring, RouterDefaults
 
 CRD = REPOSITORY / "crds" / "trimtab.dev_inferencedeployments.yaml"
 pytestmark = pytest.mark.skipif(HELM is None, reason=NO_HELM)
@@ -28,6 +28,7 @@ def test_lint_finds_nothing() -> None:
 def test_every_supported_kubernetes_gets_the_same_kinds(version: str) -> None:
     kinds = sorted(manifest["kind"] for manifest in render(options=["--kube-version", version]))
     assert kinds == [
+        "ClusterRole",
         "ClusterRole",
         "ClusterRoleBinding",
         "CustomResourceDefinition",
@@ -96,8 +97,11 @@ WORKLOADS = {
     ("", "secrets", ("get", "create", "patch")),  # the one of each resource's groups of several pods
     ("", "pods", ("list", "watch", "delete")),
     ("", "pods/eviction", ("create",)),
-    ("", "serviceaccounts", ("get", "list", "watch", "create", "patch")),
-    ("policy", "poddisruptionbudgets", ("get", "list", "watch", "create", "patch")),
+    ("", "serviceaccounts", ("get", "list", "watch", "create", "patch", "delete")),
+    ("policy", "poddisruptionbudgets", ("get", "list", "watch", "create", "patch", "delete")),
+    ("apps", "deployments", ("get", "list", "watch", "create", "patch", "delete")),
+    ("rbac.authorization.k8s.io", "rolebindings", ("get", "list", "watch", "create", "patch", "delete")),
+    ("discovery.k8s.io", "endpointslices", ("get", "list", "watch")),  # granted to routers
     ("networking.k8s.io", "networkpolicies", ("get", "list", "watch", "create", "patch", "delete")),
     ("monitoring.coreos.com", "podmonitors", ("get", "list", "watch", "create", "patch", "delete")),
     ("monitoring.coreos.com", "prometheusrules", ("get", "list", "watch", "create", "patch", "delete")),
@@ -112,13 +116,50 @@ CLUSTER_RIGHTS = {
 
 
 def test_the_cluster_role_holds_exactly_what_the_operator_does() -> None:
-    assert rights(one(render(), "ClusterRole")) == WORKLOAD_RIGHTS | CLUSTER_RIGHTS
+    assert rights(one(render(), "ClusterRole", "trimtab-system-trimtab")) == WORKLOAD_RIGHTS | CLUSTER_RIGHTS
+
+
+ROUTER_RIGHTS = {("discovery.k8s.io", "endpointslices", verb, None) for verb in ("get", "list", "watch")}
+
+
+def router_flag(manifests: list[dict[str, Any]]) -> RouterDefaults:
+    arguments = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    (flag,) = [argument.removeprefix("--router=") for argument in arguments if argument.startswith("--router=")]
+    return RouterDefaults.model_validate_json(flag, by_alias=True, by_name=False)
+
+
+def test_router_role_is_named_by_the_flag_and_reads_endpoints() -> None:
+    manifests = render()
+    defaults = router_flag(manifests)
+    assert rights(one(manifests, defaults.role.kind, defaults.role.name)) == ROUTER_RIGHTS
+    assert defaults.image == f"trimtab-router:{(REPOSITORY / 'VERSION').read_text().strip()}"
+
+
+def test_namespaced_install_has_a_router_role_per_namespace() -> None:
+    manifests = render("watchNamespaces={a,b}")
+    role = router_flag(manifests).role
+    found = [m for m in manifests if m["kind"] == role.kind == "Role" and m["metadata"]["name"] == role.name]
+    assert [m["metadata"]["namespace"] for m in found] == ["a", "b"]
+    assert all(rights(m) == ROUTER_RIGHTS for m in found)
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("1.26.0", False), ("1.27.3", True)])
+def test_unhealthy_evictions_need_a_kubernetes_that_knows_them(version: str, is_known: bool) -> None:
+    assert router_flag(render(options=["--kube-version", version])).evict_unhealthy is is_known
+
+
+def test_disabled_router_takes_its_rights_along() -> None:
+    manifests = render("router.enabled=false")
+    found = rights(one(manifests, "ClusterRole"))
+    assert not {resource for _, resource, _, _ in found} & {"deployments", "rolebindings", "endpointslices"}
+    assert not any("--router" in argument for argument in str(one(manifests, "Deployment")).split("'"))
 
 
 def test_namespaced_install_limits_workload_permissions() -> None:
     manifests = render("watchNamespaces={team-a,team-b}")
     assert rights(one(manifests, "ClusterRole")) == CLUSTER_RIGHTS
     roles = [m for m in manifests if m["kind"] == "Role" and m["metadata"]["namespace"] != NAMESPACE]
+    roles = [role for role in roles if not role["metadata"]["name"].endswith("-router")]
     assert {role["metadata"]["namespace"] for role in roles} == {"team-a", "team-b"}
     assert all(rights(role) == WORKLOAD_RIGHTS for role in roles)
     bindings = [m for m in manifests if m["kind"] == "RoleBinding"]
@@ -239,7 +280,8 @@ def test_no_webhook_stands_before_scale() -> None:
 def test_disabled_webhook_is_not_rendered() -> None:
     manifests = render("webhook.enabled=false")
     assert all(m["kind"] != "ValidatingWebhookConfiguration" for m in manifests)
-    assert not any("validatingwebhookconfigurations" in r for r in rights(one(manifests, "ClusterRole")))
+    roles = [m for m in manifests if m["kind"] == "ClusterRole"]
+    assert not any("validatingwebhookconfigurations" in r for r in rights(*roles))
     assert [m["metadata"]["name"] for m in manifests if m["kind"] == "Service"] == ["trimtab-metrics"]
 
 

@@ -65,6 +65,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ .Values.engine.image.repository }}:{{ include "trimtab.tag" (list .Values.engine.image.tag .Chart.AppVersion) }}
 {{- end -}}
 
+{{- define "trimtab.routerImage" -}}
+{{ .Values.router.image.repository }}:{{ include "trimtab.tag" (list .Values.router.image.tag .Chart.AppVersion) }}
+{{- end -}}
+
+{{/* The role that routers' accounts are bound to: the operator can only grant what it holds itself. */}}
+{{- define "trimtab.routerRole" -}}
+{{- $kind := ternary "Role" "ClusterRole" (not (empty .Values.watchNamespaces)) -}}
+{{- dict "kind" $kind "name" (printf "%s-router" (include "trimtab.clusterName" . | trunc 56 | trimSuffix "-")) | toJson -}}
+{{- end -}}
+
+{{- define "trimtab.routerRules" -}}
+- apiGroups: [discovery.k8s.io]
+  resources: [endpointslices]
+  verbs: [get, list, watch]
+{{- end -}}
+
 {{/* Permissions in managed namespaces. Everything listed is also watched, since reconciles read from a cache. */}}
 {{- define "trimtab.workloadRules" -}}
 - apiGroups: [trimtab.dev]
@@ -98,11 +114,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [create]
 - apiGroups: [""]
   resources: [serviceaccounts]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, watch, create, patch{{ if .Values.router.enabled }}, delete{{ end }}]
+{{- if .Values.router.enabled }}
+# Routers: their pods, and the permission to find the engines, which the operator itself does not use.
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [rolebindings]
+  verbs: [get, list, watch, create, patch, delete]
+{{ include "trimtab.routerRules" . }}
+{{- end }}
 # If the cluster serves them; objects disabled by the administrator are deleted.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, list, watch, create, patch]
+  verbs: [get, list, watch, create, patch{{ if .Values.router.enabled }}, delete{{ end }}]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]

@@ -24,6 +24,20 @@ def admin_token(secret: bytes, uid: str) -> str:
     return hmac.new(secret, uid.encode(), hashlib.sha256).hexdigest()
 
 
+def state_token(admin_token: str) -> str:
+    """Return the token with which routers read the state of engines. It permits nothing else."""
+    return _derive(admin_token, "state")
+
+
+def router_token(admin_token: str) -> str:
+    """Return the token of the routers' admin port, so that a router is never sent the token of the engines."""
+    return _derive(admin_token, "router")
+
+
+def _derive(admin_token: str, purpose: str) -> str:
+    return hmac.new(admin_token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
+
+
 def token_hash(token: str) -> str:
     """Return the hash of a token, which is an argument of the engine."""
     return hashlib.sha256(token.encode()).hexdigest()

@@ -11,10 +11,13 @@ ROLE_LABEL = "trimtab.dev/role"
 REVISION_LABEL = "trimtab.dev/revision"  # hash of the rendered pod template
 LEADER = "leader"
 WORKER = "worker"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+ROUTER_COMPONENT = "router"
 FACTS_COMPONENT = "model-facts"  # the Job that reads a model, its pod and its ConfigMap
 
 HTTP_PORT = 8000  # docs/reference/contract.md, section 7
 ADMIN_PORT = 8001
+ROUTER_ADMIN_PORT = 8002  # probes, metrics and demand of a router; its API port is HTTP_PORT
 RENDEZVOUS_PORT = 29500  # rendezvous of the ranks of a group; PyTorch's default port
 
 
@@ -23,11 +26,25 @@ def common_labels(deployment: InferenceDeployment) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "trimtab-engine",
         "app.kubernetes.io/instance": deployment.name,
-        "app.kubernetes.io/component": "engine",
+        COMPONENT_LABEL: "engine",
         "app.kubernetes.io/part-of": "trimtab",
         "app.kubernetes.io/managed-by": MANAGED_BY,
         DEPLOYMENT_LABEL: deployment.name,
     }
+
+
+def router_labels(deployment: InferenceDeployment) -> dict[str, str]:
+    """Return the labels of the router's children and pods. They have no role, so no selector of engines matches."""
+    return {
+        **common_labels(deployment),
+        "app.kubernetes.io/name": "trimtab-router",
+        COMPONENT_LABEL: ROUTER_COMPONENT,
+    }
+
+
+def router_selector(deployment: InferenceDeployment) -> dict[str, str]:
+    """Return the selector of the router's pods."""
+    return {DEPLOYMENT_LABEL: deployment.name, COMPONENT_LABEL: ROUTER_COMPONENT}
 
 
 def leader_selector(deployment: InferenceDeployment) -> dict[str, str]:
@@ -68,6 +85,21 @@ def worker_set_name(deployment: InferenceDeployment, ordinal: int) -> str:
 def service_name(deployment: InferenceDeployment) -> str:
     """Return the name of the client Service."""
     return deployment.name
+
+
+def router_name(deployment: InferenceDeployment) -> str:
+    """Return the name of the router's Deployment, ServiceAccount, RoleBinding and other children."""
+    return router_name_of(deployment.name)
+
+
+def router_name_of(name: str) -> str:
+    """Return the name of the router's children of a resource's name."""
+    return f"{name}-router"
+
+
+def engines_service_name(deployment: InferenceDeployment) -> str:
+    """Return the name of the headless Service whose EndpointSlices list the leaders, for the router."""
+    return f"{deployment.name}-engines"
 
 
 def account_name(deployment: InferenceDeployment) -> str:

@@ -1,4 +1,4 @@
-"""PodMonitor and PrometheusRule of a resource's engines (monitoring.coreos.com/v1).
+"""PodMonitors of a resource's engines and router, and PrometheusRule (monitoring.coreos.com/v1).
 
 An alert describes the impact and the next step. The thresholds of latency alerts are `spec.objectives`.
 """
@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, common_labels, leader_selector
+from trimtab_operator.builders.labels import (
+    DEPLOYMENT_LABEL,
+    GROUP_LABEL,
+    common_labels,
+    leader_selector,
+    router_labels,
+    router_name,
+    router_selector,
+)
 from trimtab_operator.resource.installation import Alerts, PodMonitoring
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -27,6 +35,24 @@ def pod_monitor(deployment: InferenceDeployment, monitoring: PodMonitoring) -> d
             "selector": {"matchLabels": leader_selector(deployment)},
             "podTargetLabels": [DEPLOYMENT_LABEL, GROUP_LABEL],
             "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": monitoring.interval}],
+        },
+    }
+
+
+def router_pod_monitor(deployment: InferenceDeployment, monitoring: PodMonitoring) -> dict[str, Any]:
+    """Return the PodMonitor of the router's pods."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "PodMonitor",
+        "metadata": {
+            "name": router_name(deployment),
+            "namespace": deployment.namespace,
+            "labels": {**monitoring.labels, **router_labels(deployment)},
+        },
+        "spec": {
+            "selector": {"matchLabels": router_selector(deployment)},
+            "podTargetLabels": [DEPLOYMENT_LABEL],
+            "podMetricsEndpoints": [{"port": "admin", "path": "/metrics", "interval": monitoring.interval}],
         },
     }
 

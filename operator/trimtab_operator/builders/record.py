@@ -27,6 +27,7 @@ NOT_RENDERED = (
     "objectives",
     "tuning",
     "rollout",
+    "router",
 )  # except for the fields that `asked_of` adds
 LIVE_FIELDS = (
     "schedulingPolicy",

@@ -31,7 +31,14 @@ from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.planning.admission import validation_messages, warnings_of
 from trimtab_operator.planning.tuning import current_replicas
 from trimtab_operator.resource.allowed_privileges import PRIVILEGES
-from trimtab_operator.resource.installation import Alerts, GpuBudget, Installation, NetworkAccess, PodMonitoring
+from trimtab_operator.resource.installation import (
+    Alerts,
+    GpuBudget,
+    Installation,
+    NetworkAccess,
+    PodMonitoring,
+    RouterDefaults,
+)
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
 EXIT_FAILED = 1
@@ -143,6 +150,14 @@ def run(
             help='Maximum GPUs of all engines together and per namespace: {"total": 64, "namespaces": {…}}.',
         ),
     ] = None,
+    router: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='Permit routers (spec.router): {"image": IMAGE, "role": {"kind": KIND, "name": NAME}, '
+            '"evictUnhealthy": true}.',
+        ),
+    ] = None,
     allow_privilege: AllowPrivilege = None,
     log_format: Annotated[LogFormat, typer.Option(help="One JSON object per line, or text.")] = LogFormat.JSON,
     log_level: Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")] = "info",
@@ -213,6 +228,7 @@ def run(
             _choice("--alerts", alerts, Alerts),
             _parse_privileges(allow_privilege),
             _choice("--gpu-budget", gpu_budget, GpuBudget),
+            _choice("--router", router, RouterDefaults),
         ),
         prometheus=prometheus,
     )

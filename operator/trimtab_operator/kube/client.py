@@ -26,7 +26,13 @@ import kubernetes.aio.config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, NotFoundError
 
-from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, MANAGED_BY, children_selector, rendezvous_secret_name
+from trimtab_operator.builders.labels import (
+    DEPLOYMENT_LABEL,
+    MANAGED_BY,
+    children_selector,
+    rendezvous_secret_name,
+    router_name_of,
+)
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotLeading, NotYet
 from trimtab_operator.kube.http import JSON, ApiHttp, parse_json
 from trimtab_operator.kube.informer_cache import Cache
@@ -52,10 +58,12 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
     KIND: (GROUP, VERSION, PLURAL, True),
     "Service": ("", "v1", "services", True),
     "StatefulSet": ("apps", "v1", "statefulsets", True),
+    "Deployment": ("apps", "v1", "deployments", True),
     "ConfigMap": ("", "v1", "configmaps", True),
     "Job": ("batch", "v1", "jobs", True),
     "Pod": ("", "v1", "pods", True),
     "ServiceAccount": ("", "v1", "serviceaccounts", True),
+    "RoleBinding": ("rbac.authorization.k8s.io", "v1", "rolebindings", True),
     "PodDisruptionBudget": ("policy", "v1", "poddisruptionbudgets", True),
     "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies", True),
     "PodMonitor": ("monitoring.coreos.com", "v1", "podmonitors", True),
@@ -75,7 +83,14 @@ RESOURCES: Mapping[str, tuple[str, str, str, bool]] = {  # kind → group, versi
 NEVER_USED_VERSION = "1"  # etcd revision 1 is the empty store: no object has this version
 VERSION_NOT_ALLOWED_MESSAGE = "should not be set on objects to be created"
 LEASES = "/apis/coordination.k8s.io/"
-OPTIONAL = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")  # engines run without them
+OPTIONAL = (  # engines run without them
+    "PodDisruptionBudget",
+    "NetworkPolicy",
+    "PodMonitor",
+    "PrometheusRule",
+    "RoleBinding",
+    "Deployment",
+)
 OPTIONAL_FRESH_SECONDS = 60.0  # protection and monitoring objects are read once a minute
 SERVED_FRESH_SECONDS = 300.0  # until a new CRD is noticed
 RENDEZVOUS_SECRET_TTL_SECONDS = 60.0  # Secrets are never listed or watched, but read by name once a minute
@@ -611,6 +626,7 @@ def _build_children(
         stateful_sets=stateful_sets,
         config_maps=filter_owned(lists["ConfigMap"], deployment.uid),
         pods=tuple(pod for pod in lists["Pod"] if is_of_workload(pod, deployment.name, makers)),
+        router_pods=tuple(pod for pod in lists["Pod"] if is_of_router(pod, deployment.name)),
         jobs=jobs,
         accounts=filter_owned(lists["ServiceAccount"], deployment.uid),
         secrets=filter_owned(secrets, deployment.uid),
@@ -701,6 +717,19 @@ def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, str]) -> bool:
         if reference.get("controller") and (is_group or (kind == "Job" and owner == f"{name}-facts")):
             return owner not in makers or str(reference.get("uid")) == makers[owner]
     return False
+
+
+def is_of_router(pod: Manifest, name: str) -> bool:
+    """Return True if a pod was created for a ReplicaSet of the resource's router.
+
+    Anyone who can create pods can imitate one. It learns only the router's own token (builders/admin_token.py).
+    """
+    owners = [owner for owner in pod["metadata"].get("ownerReferences") or [] if owner.get("controller")]
+    return any(
+        owner.get("kind") == "ReplicaSet"
+        and re.fullmatch(rf"{re.escape(router_name_of(name))}-[a-z0-9]+", str(owner.get("name")))
+        for owner in owners
+    )
 
 
 def filter_owned(manifests: Iterable[Manifest], uid: str) -> tuple[Manifest, ...]:

@@ -28,6 +28,7 @@ SERVER_COMPLETED_KINDS = ("Service",)  # the API server adds an address, the ren
 RELEVANT_STATUS_FIELDS: Mapping[str, tuple[str, ...]] = {
     "StatefulSet": ("observedGeneration",),
     "PodDisruptionBudget": (),
+    "Deployment": (),
 }
 """Status fields that plans read, of kinds whose controllers update the status often. Other changes enqueue nothing."""
 MAX_INTERNED_LENGTH = 80  # characters: longer strings are seldom equal

@@ -47,6 +47,7 @@ class ObservedChildren:
     """Ordinals of groups whose pods do not share one engine (observed/shared_engine.py)."""
     missing: Mapping[str, MissingPods] = field(default_factory=dict)
     """Missing pods by the name of their group (observed/missing_pods.py)."""
+    router_pods: tuple[Manifest, ...] = ()
 
     def of(self, kind: str) -> tuple[Manifest, ...]:
         """Return the children of a kind that the operator writes."""
@@ -174,15 +175,15 @@ def is_pod_ready(pod: Manifest) -> bool:
 
 def pod_rendezvous_address(pod: Manifest) -> str | None:
     """Return the rendezvous address in the flags of a pod or pod template; None if it has a single pod."""
-    return _flag(pod, MASTER_ADDR_FLAG)
+    return flag_of(pod, MASTER_ADDR_FLAG)
 
 
 def token_hash_of(pod: Manifest) -> str | None:
     """Return the hash of the admin token that the pod's engine was started with; None if it has none."""
-    return _flag(pod, TOKEN_FLAG)
+    return flag_of(pod, TOKEN_FLAG)
 
 
-def _flag(pod: Manifest, name: str) -> str | None:
+def flag_of(pod: Manifest, name: str) -> str | None:
     """Return the last value of a flag of the pod's containers; None if it is not set."""
     containers = (pod.get("spec") or {}).get("containers") or []
     flags = [argument for container in containers for argument in container.get("args") or []]

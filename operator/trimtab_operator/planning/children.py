@@ -30,15 +30,20 @@ from trimtab_operator.rollout.group_assignment import GroupAssignment, rendezvou
 
 
 def plan_children(
-    assignment: GroupAssignment, observed: ObservedChildren, *, held: Mapping[int, Held] | None = None
+    assignment: GroupAssignment,
+    observed: ObservedChildren,
+    *,
+    held: Mapping[int, Held] | None = None,
+    to_router: bool = False,
 ) -> tuple[Action, ...]:
     """Return all actions for an assignment: Services before the pods that they select, deletions last.
 
-    `held` holds the back-offs to render, by ordinal (rollout/gang_placement.py).
+    `held` holds the back-offs to render, by ordinal (rollout/gang_placement.py). `to_router` is True if the client
+    Service selects the router's pods.
     """
     wanted, known_good = assignment.wanted, assignment.known_good
     rendered = (wanted,) if known_good is None else (wanted, known_good)
-    manifests: list[Manifest] = [client_service(wanted.deployment)]
+    manifests: list[Manifest] = [client_service(wanted.deployment, to_router=to_router)]
     for revision in rendered:
         staying = [g for g in assignment.staying if assignment.revisions.get(g.ordinal, wanted) is revision]
         new = (ordinal for ordinal, one in assignment.created.items() if one is revision)

@@ -14,6 +14,7 @@ from trimtab_operator.layout import layout_of
 from trimtab_operator.observed.actions import Action, delete_of
 from trimtab_operator.observed.drift import plan_applies
 from trimtab_operator.observed.groups import ObservedChildren, is_terminating, is_worker
+from trimtab_operator.planning.router import is_router_child
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -30,7 +31,7 @@ def plan_optional(
         delete_of(kind, child, "disabled in this installation")
         for kind, children in observed.optional.items()
         for child in children
-        if wanted.get(kind) is None and not is_terminating(child)
+        if wanted.get(kind) is None and not is_terminating(child) and not is_router_child(child)
     ]
     return (*applied, *removed)
 

@@ -28,6 +28,7 @@ from trimtab_operator.observed.drift import plan_applies
 from trimtab_operator.observed.engines import ReportedScheduling, observe_replica, view_of
 from trimtab_operator.observed.groups import ordinal_of
 from trimtab_operator.observed.phases import EngineView
+from trimtab_operator.observed.router import router_load
 from trimtab_operator.planning.apply_backoff import RepeatedApply, suppress_repeated_applies
 from trimtab_operator.planning.children import plan_children, plan_rendezvous_secret, plan_tuning_state
 from trimtab_operator.planning.download_events import download_events
@@ -51,6 +52,15 @@ from trimtab_operator.planning.model_facts import (
     with_stored_facts,
 )
 from trimtab_operator.planning.optional_children import plan_optional
+from trimtab_operator.planning.router import (
+    plan_client_service,
+    plan_router,
+    router_errors,
+    scale_from_or_to_zero,
+    selects_router,
+    view_router,
+    watch_idle,
+)
 from trimtab_operator.planning.scheduling_policy import (
     SchedulingPlan,
     is_deadline_active,
@@ -153,7 +163,7 @@ def plan_reconcile(snapshot: ClusterSnapshot, state: ReconcilerState) -> Reconci
 def _paused_plan(plan: ReconcilePlan, state: ReconcilerState) -> ReconcilePlan:
     """Return a plan that only reports: timers and trials start when the resource is resumed."""
     status_inputs = replace(plan.status_inputs, is_paused=True, tuning=None, share=None)
-    kept = replace(plan.state, tuner=state.tuner, rollout=state.rollout, queue=state.queue)
+    kept = replace(plan.state, tuner=state.tuner, rollout=state.rollout, queue=state.queue, idle=None)
     return ReconcilePlan(kept, status_inputs, plan.desired_replicas, repeated_applies=state.repeated_applies)
 
 
@@ -161,7 +171,10 @@ def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
     records, seen = records_of(snapshot.children.stateful_sets), snapshot
     snapshot = _with_recorded_image(snapshot, records)
     known = _recall(snapshot, state)
-    errors = snapshot.parse_errors or validation_errors(snapshot.deployment)
+    errors = snapshot.parse_errors or (
+        *validation_errors(snapshot.deployment),
+        *router_errors(snapshot.deployment, snapshot.installation),
+    )
     rollout = state.rollout or stored_rollout(
         snapshot.deployment, snapshot.children, key=snapshot.token, former_key=snapshot.former_token
     )
@@ -283,7 +296,11 @@ def _plan_next_step(
     """
     deployment = snapshot.deployment
     target = deployment if rollout_plan.target is None else rollout_plan.target.deployment
-    tuned = _run_tuner(snapshot, known, target, gate.model)
+    load = router_load(known.observed.router_pods, snapshot.routers, now=snapshot.at)
+    idle = watch_idle(known.state.idle, load, known.groups, snapshot.engines, now=snapshot.at)
+    tuned = scale_from_or_to_zero(
+        deployment, _run_tuner(snapshot, known, target, gate.model), load, idle, known.groups, now=snapshot.at
+    )
     queue = plan_scheduling(deployment, _reported_scheduling(snapshot, known), known.state.queue)
     current_count = current_replicas(deployment, known.state.tuner)
     count = current_count if deployment.is_paused else desired_replicas(deployment, tuned)
@@ -337,12 +354,18 @@ def _plan_next_step(
         )
     allowed = 1 if rollout_plan.is_canary else allowed_down(deployment, count)
     lifecycle = _plan_lifecycle(snapshot, known, assignment, allowed=allowed)
-    children: tuple[Action, ...] = plan_applies([service_account(deployment)], known.observed)
-    if assignment is not None:
+    to_router = selects_router(deployment, known.observed, known.groups)
+    children: tuple[Action, ...] = (
+        *plan_applies([service_account(deployment)], known.observed),
+        *plan_router(deployment, known.observed, snapshot.installation, admin_token=snapshot.token),
+    )
+    if assignment is None:
+        children = (*children, *plan_client_service(deployment, known.observed, to_router=to_router))
+    else:
         children = (
             *children,
             *plan_rendezvous_secret(target, known.observed, token=snapshot.token),
-            *plan_children(assignment, known.observed, held=lifecycle.held),
+            *plan_children(assignment, known.observed, held=lifecycle.held, to_router=to_router),
             *plan_optional(target, known.observed, snapshot.installation, replicas=count),
         )
     filtered = suppress_repeated_applies(children, known.state.repeated_applies, now=snapshot.at)
@@ -352,6 +375,7 @@ def _plan_next_step(
             tuner=tuned.state,
             rollout=rollout,
             queue=queue.sent,
+            idle=idle,
             ignored_replicas=None if deployment.spec.scaling is None else deployment.spec.replicas,
         ),
         status_inputs=replace(
@@ -373,6 +397,8 @@ def _plan_next_step(
             target=None if rollout_plan.target is None else rollout_plan.target.deployment,
             share=share,
             too_few_gpus=_too_few_gpus(snapshot),
+            router=view_router(deployment, known.observed, is_selected=to_router),
+            is_scaled_from_zero=deployment.spec.scaling is not None and deployment.spec.scaling.min_replicas == 0,
             metrics_source=_metrics_source(snapshot),
             metrics_fallback_reason=next(
                 (seen.fallback_reason for _, seen in sorted(snapshot.engines.items()) if seen.fallback_reason), None

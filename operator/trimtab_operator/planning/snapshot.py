@@ -15,6 +15,7 @@ from trimtab_operator.errors import InvalidSpec
 from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings, target_of
 from trimtab_operator.observed.groups import ObservedChildren
 from trimtab_operator.observed.missing_pods import needs_creation_error
+from trimtab_operator.observed.router import RouterReport
 from trimtab_operator.planning.gpu_budget import GpuClaim
 from trimtab_operator.planning.state import RecalledState, ReconcilerState, recall_state
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
@@ -62,6 +63,8 @@ class ClusterSnapshot:
     """The resource as cached, if it and its children come from the cache; otherwise None."""
     live_resource: Manifest | None = field(default=None, repr=False)
     """The resource as read from the API server with its children, before engines were polled."""
+    routers: Mapping[str, RouterReport] = field(default_factory=dict)
+    """Last report of each router pod by its uid; absent if it has not reported."""
 
     @property
     def tokens(self) -> Tokens:

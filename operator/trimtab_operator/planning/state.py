@@ -16,6 +16,7 @@ from trimtab_operator.observed.missing_pods import find_missing_pods, with_creat
 from trimtab_operator.observed.phases import is_placed
 from trimtab_operator.observed.shared_engine import Incarnation, split_groups, update_incarnations
 from trimtab_operator.planning.apply_backoff import RepeatedApply
+from trimtab_operator.planning.router import IdleWatch
 from trimtab_operator.planning.scheduling_policy import SchedulingSetting
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.rollout.canary_comparison import CanaryComparison
@@ -45,6 +46,8 @@ class ReconcilerState:
     """Children that differ again after each apply, by kind and name."""
     max_placed: int = 0
     """Largest number of present replicas that were scheduled at once."""
+    idle: IdleWatch | None = None
+    """Since when no request was observed; None while there are requests, or without a router."""
 
     def layouts_of(self, groups: Iterable[Group]) -> dict[str, Degrees]:
         """Return the layouts reported by the engines of these groups, by group name."""

@@ -9,6 +9,7 @@ from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.planning.gpu_budget import BudgetShare
 from trimtab_operator.planning.model_facts import FactsState
+from trimtab_operator.planning.router import RouterView
 from trimtab_operator.planning.scheduling_policy import SchedulingPlan
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -55,5 +56,9 @@ class StatusInputs:
     """Share of the GPU budget; None without a budget or a target."""
     is_paused: bool = False
     """True if the resource is paused by its annotation."""
+    router: RouterView | None = None
+    """State of the router; None without one."""
+    is_scaled_from_zero: bool = False
+    """True if held requests raise the replica count from zero."""
     has_older_pods: bool = False
     """True if replicas run pods that another operator version or other defaults rendered for the same spec."""

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from trimtab_operator.builders.admin_token import admin_token
 from trimtab_operator.builders.labels import DEPLOYMENT_LABEL, GROUP_LABEL, MANAGED_BY
 from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.engines.prometheus import Prometheus
+from trimtab_operator.engines.router_client import RouterPoller
 from trimtab_operator.errors import Gone
 from trimtab_operator.kube.client import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.kube.informer_cache import Cache, Owner
 from trimtab_operator.kube.nodes import Nodes
-from trimtab_operator.observed.groups import is_terminating
+from trimtab_operator.observed.groups import groups_of, is_terminating
 from trimtab_operator.observed.missing_pods import FAILED_CREATE
+from trimtab_operator.observed.router import RouterReport, router_targets
 from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
 from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.gpu_claims import GpuClaims
@@ -76,9 +78,15 @@ class ClusterObserver:
     """The last cached object of each resource, and its parsed form."""
 
     async def observe(
-        self, key: Key, state: ReconcilerState, engines: EnginePoller, *, allow_stale_engine_status: bool = False
+        self,
+        key: Key,
+        state: ReconcilerState,
+        engines: EnginePoller,
+        routers: RouterPoller,
+        *,
+        allow_stale_engine_status: bool = False,
     ) -> ClusterSnapshot:
-        """Return a snapshot of the resource, its children, its engines and the additional reads.
+        """Return a snapshot of the resource, its children, its engines, its router and the additional reads.
 
         With `allow_stale_engine_status`, engines that reported a fresh idle status are not polled again.
 
@@ -102,6 +110,7 @@ class ClusterObserver:
             nodes=nodes,
             partly_placed=partly_placed,
             failed_creations=failed,
+            routers=_follow_routers(snapshot, routers),
         )
 
     def with_gpu_claims(self, key: Key, snapshot: ClusterSnapshot) -> ClusterSnapshot:
@@ -274,7 +283,14 @@ def _with_observations(snapshot: ClusterSnapshot, seen: ClusterSnapshot) -> Clus
         partly_placed=seen.partly_placed,
         gpu_claims=seen.gpu_claims,
         failed_creations=seen.failed_creations,
+        routers=seen.routers,
     )
+
+
+def _follow_routers(snapshot: ClusterSnapshot, routers: RouterPoller) -> Mapping[str, RouterReport]:
+    """Return the last reports of the running router pods, which are polled from now on."""
+    has_replica = any(group.serves for group in groups_of(snapshot.children))
+    return routers.follow(router_targets(snapshot.children.router_pods), snapshot.tokens, has_replica=has_replica)
 
 
 def _require_current(body: Manifest | None, key: Key) -> Manifest:

@@ -11,11 +11,13 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
 
 from trimtab_operator.engines.poller import EnginePoller
+from trimtab_operator.engines.router_client import RouterPoller
 from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.kube.client import API_ERRORS
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
@@ -54,10 +56,11 @@ MAX_CONCURRENT_PLANS = 3  # a prediction may take a second; the event loop needs
 
 @dataclass(slots=True)
 class ReconcileLoop:
-    """State of one loop: its resource, engines, reconciler state and failure count."""
+    """State of one loop: its resource, engines, router pods, reconciler state and failure count."""
 
     key: Key
     engines: EnginePoller
+    routers: RouterPoller
     state: ReconcilerState = field(default_factory=ReconcilerState)
     failures: int = 0
     """Consecutive failed ticks."""
@@ -98,7 +101,13 @@ class Reconciler:
         engines = EnginePoller(
             self.http, self.observer.clock, prometheus=self.observer.prometheus, may_write=self.executor.is_leading
         )
-        return ReconcileLoop(key, engines)
+        routers = RouterPoller(
+            self.http,
+            self.observer.clock,
+            partial(self.work_queue.enqueue, key.namespace, key.name),
+            may_write=self.executor.is_leading,
+        )
+        return ReconcileLoop(key, engines, routers)
 
     async def run(self, namespace: str, name: str, uid: str) -> None:
         """Reconcile one resource until it is deleted. State under its name is kept if a new resource with the same
@@ -120,6 +129,7 @@ class Reconciler:
             logger.info("resource was deleted; Kubernetes deletes its children", extra={"resource": str(loop.key)})
         finally:
             loop.engines.close()
+            loop.routers.close()
             self.executor.forget(loop.key.uid)
             if self.work_queue.forget(namespace, name, event):
                 self._forget(loop.key, is_gone=is_gone)
@@ -160,7 +170,9 @@ class Reconciler:
     async def tick(self, loop: ReconcileLoop) -> float:
         """Run one reconcile iteration. Return the seconds until the next one."""
         idle, loop.idle, is_urgent = loop.idle, None, loop.slot.urgent
-        snapshot = await self.observer.observe(loop.key, loop.state, loop.engines, allow_stale_engine_status=is_urgent)
+        snapshot = await self.observer.observe(
+            loop.key, loop.state, loop.engines, loop.routers, allow_stale_engine_status=is_urgent
+        )
         if idle is not None and idle.has_ended(snapshot):
             async with self._plan_limiter.acquire(Slot(loop.slot.urgent)):
                 loop.state = await asyncio.to_thread(replay_idle_period, idle, loop.state)

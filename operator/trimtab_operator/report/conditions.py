@@ -19,6 +19,7 @@ from trimtab_operator.observed.pods import unschedulable_message
 from trimtab_operator.observed.readiness import reported_layouts
 from trimtab_operator.planning import gpu_budget as budget
 from trimtab_operator.planning.model_facts import ModelBeingRead, ModelUnreadable
+from trimtab_operator.planning.router import RouterView
 from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.resource.spec import PAUSED, RESTARTED_AT, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
@@ -31,7 +32,9 @@ class Reason(StrEnum):
 
     READY = "ReplicasReady"  # every wanted replica runs the current revision and takes requests
     ANSWERED = "RequestsAnswered"  # at least one replica takes requests, of any revision
-    SCALED_TO_ZERO = "ScaledToZero"  # spec.replicas is 0
+    SCALED_TO_ZERO = "ScaledToZero"  # spec.replicas is 0, or no request arrived for scaling.idleTimeout
+    REQUESTS_HELD = "RequestsHeld"  # the router holds requests while a replica starts
+    ROUTER_NOT_READY = "RouterNotReady"  # without replicas, no router pod can hold requests
     NOT_READY = "ReplicasNotReady"  # a wanted replica does not take requests and is not loading
     LOADING = "Loading"  # a replica loads its model
     DOWNLOADING = "Downloading"  # a replica downloads its model, or waits for another one's download
@@ -74,6 +77,7 @@ TYPES = (
     "ScalingLimited",
     "Degraded",
 )
+HELD_AT_ZERO = "no request arrived for the idle timeout; the router holds new ones until a replica is started"
 PAUSED_MESSAGE = f"changes are paused by the annotation {PAUSED}; remove it to resume"
 
 
@@ -134,7 +138,7 @@ def ready_condition(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -
     ready = sum(g["ready"] for g in groups)
     current = sum(g["ready"] and g["revision"] == inputs.revision for g in groups)
     if wanted == 0:
-        return UntimedCondition("Ready", "True", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
+        return UntimedCondition("Ready", "True", Reason.SCALED_TO_ZERO, _zero_message(inputs))
     if current >= wanted:
         return UntimedCondition("Ready", "True", Reason.READY, f"{current} of {wanted} replicas take requests")
     if ready >= wanted:
@@ -147,12 +151,33 @@ def ready_condition(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -
 def serving_condition(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]) -> UntimedCondition:
     """Return Serving: True if any replica takes requests, of any revision."""
     if any(g["ready"] for g in groups) or any(group.is_outdated and group.serves for group in inputs.groups):
-        return UntimedCondition("Serving", "True", Reason.ANSWERED, "at least one replica takes requests")
+        how = "" if inputs.router is None or inputs.router.is_selected else ", directly: no router pod is Ready"
+        return UntimedCondition("Serving", "True", Reason.ANSWERED, f"at least one replica takes requests{how}")
     if inputs.share is not None and inputs.share.is_limited and inputs.desired_replicas == 0:
         return UntimedCondition("Serving", "False", Reason.OVER_BUDGET, inputs.share.message)
+    if inputs.router is not None and inputs.is_scaled_from_zero:
+        return _holding_condition(inputs, inputs.router, groups)
     if inputs.desired_replicas == 0:
         return UntimedCondition("Serving", "False", Reason.SCALED_TO_ZERO, "spec.replicas is 0")
     return UntimedCondition("Serving", "False", Reason.NOT_READY, "no replica takes requests")
+
+
+def _zero_message(inputs: StatusInputs) -> str:
+    return HELD_AT_ZERO if inputs.is_scaled_from_zero else "spec.replicas is 0"
+
+
+def _holding_condition(
+    inputs: StatusInputs, router: RouterView, groups: Sequence[Mapping[str, Any]]
+) -> UntimedCondition:
+    """Return Serving without a serving replica, if held requests start replicas: True while they can be held."""
+    if router.ready == 0:
+        return UntimedCondition("Serving", "False", Reason.ROUTER_NOT_READY, "no router pod is Ready to hold requests")
+    if inputs.desired_replicas == 0:
+        return UntimedCondition("Serving", "True", Reason.SCALED_TO_ZERO, HELD_AT_ZERO)
+    is_failing = inputs.failed_change is not None or any(g["phase"] == "Failed" for g in groups)
+    if is_failing or _blocked(inputs) is not None:
+        return UntimedCondition("Serving", "False", Reason.NOT_READY, "no replica takes requests")
+    return UntimedCondition("Serving", "True", Reason.REQUESTS_HELD, "the router holds requests while a replica starts")
 
 
 def stalled_condition(inputs: StatusInputs, progressing: UntimedCondition, ready: UntimedCondition) -> UntimedCondition:

@@ -14,6 +14,7 @@ from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group, is_worker, ordinal_of, revision_label
 from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.observed.readiness import Readiness, readiness_of, reported_layouts
+from trimtab_operator.planning.router import RouterView
 from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.report.conditions import (
     build_conditions,
@@ -61,6 +62,8 @@ def build_status(deployment: InferenceDeployment, inputs: StatusInputs, *, now: 
     if not inputs.validation_errors:
         status["layout"] = layout_status(deployment, inputs)
         status["engine"] = engine_status(inputs.target or deployment, inputs)
+    if inputs.router is not None:
+        status["router"] = router_status(inputs.router)
     tuning = tuning_status(deployment, inputs)
     if tuning:
         status["tuning"] = tuning
@@ -172,6 +175,12 @@ def layout_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict
     if reported:
         status["reported"] = next((found for found in reported if found != wanted), wanted).status()
     return status
+
+
+def router_status(router: RouterView) -> dict[str, Any]:
+    """Return the state of the router. Held requests are not part of it, because they change all the time."""
+    status = {"replicas": router.replicas, "readyReplicas": router.ready, "selected": router.is_selected}
+    return status if router.obstacle is None else {**status, "message": router.obstacle}
 
 
 # --- engine and tuning ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from trimtab_operator.resource.spec import (
     PLURAL,
     REPLICAS_IGNORED,
     VERSION,
+    ZERO_WITHOUT_ROUTER,
     Spec,
     cel,
 )
@@ -59,6 +60,11 @@ SPEC_RULES = [
         "!has(self.engine) || !has(self.engine.schedulingPolicy) || self.engine.schedulingPolicy != 'deadline' || "
         "(has(self.objectives) && has(self.objectives.ttft))",
         f"spec.engine.schedulingPolicy: {DEADLINE_WITHOUT_TARGET}",
+    ),
+    cel(
+        "!has(self.scaling) || !has(self.scaling.minReplicas) || self.scaling.minReplicas > 0 || "
+        "(has(self.router) && (!has(self.router.enabled) || self.router.enabled))",
+        f"spec.scaling.minReplicas: {ZERO_WITHOUT_ROUTER}",
     ),
 ]
 ROOT_RULES = [

@@ -6,7 +6,7 @@ Each flag is JSON, as the chart renders it. Unknown fields are rejected.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -38,6 +38,23 @@ class Alerts(Model):
     labels: dict[str, str] = Field(default={}, description="Labels by which Prometheus selects rules.")
 
 
+class RouterRole(Model):
+    """Role that the accounts of routers are bound to. It may get, list and watch EndpointSlices."""
+
+    kind: Literal["ClusterRole", "Role"] = Field(description="Kind; a Role must exist in each namespace.")
+    name: str = Field(min_length=1, max_length=253, description="Name.")
+
+
+class RouterDefaults(Model):
+    """Settings of the routers of all resources."""
+
+    image: str = Field(min_length=1, max_length=512, description="Image of resources without spec.router.image.")
+    role: RouterRole = Field(description="Role of the routers' accounts.")
+    evict_unhealthy: bool = Field(
+        default=False, description="Let evictions of router pods that are not Ready pass. Needs Kubernetes 1.27."
+    )
+
+
 Gpus = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
@@ -59,3 +76,5 @@ class Installation:
     """Privileges that overlays may give pods."""
     gpu_budget: GpuBudget | None = None
     """GPU budget; None if there is no limit."""
+    router: RouterDefaults | None = None
+    """Settings of routers; None if this installation has no router."""

@@ -13,6 +13,7 @@ HTTP_URL = r"^https?://[^\s/@?#]{1,253}(/[^\s@?#]{0,200})?$"
 FOLDER = r"^/?[A-Za-z0-9_-][A-Za-z0-9._/-]*$"
 SERVED_NAME = r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$"
 REGION = r"^[a-z0-9-]{1,63}$"
+HEADER_NAME = r"^[A-Za-z0-9][A-Za-z0-9-]*$"
 
 EXAMPLES = {
     MODEL_URI: "a model's URI: hf://ORG/NAME, s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY:TAG, pvc://CLAIM/FOLDER or "
@@ -22,6 +23,7 @@ EXAMPLES = {
     HTTP_URL: "an address such as https://minio.example.com:9000",
     FOLDER: "a folder such as /models/qwen3-8b",
     REGION: "a region such as eu-central-1",
+    HEADER_NAME: "a header name such as x-session-id",
     QUANTITY: "a quantity such as 200Gi, 1500Mi or 2G",
     DURATION: "a duration such as 90s, 5m, 1h30m or 250ms",
     FINE_DURATION: "a duration such as 125us or 2ms",

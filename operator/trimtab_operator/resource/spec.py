@@ -26,6 +26,7 @@ from trimtab_operator.resource.patterns import (
     FINE_DURATION,
     FOLDER,
     FRACTION,
+    HEADER_NAME,
     HTTP_URL,
     MODEL_URI,
     QUANTITY,
@@ -45,7 +46,6 @@ MAX_PRIORITY = 1_000_000_000  # as of a PriorityClass
 MODALITIES = ("image", "video")  # inputs that a prompt may contain in addition to text
 MAX_KEPT_SPECS, MAX_KEPT_TEXT = 1024, 16384  # parsed specs in the cache, and characters of one spec
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
-
 
 
 Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6)]
@@ -312,7 +312,8 @@ class Engine(Model):
         description="Maximum length of prompt plus output, in tokens. Default: the model's.",
     )
     block_size: Literal[8, 16, 32, 64, 128, 256] | None = Field(
-        default=None, description="Tokens in one KV block. Default: 16, or more for short contexts."
+        default=None,
+        description="Tokens in one KV block. Default: 16, or more for short contexts.",
     )
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"] | None = Field(
         default=None, description="Data type of the KV cache. auto: the data type of the model."
@@ -404,8 +405,15 @@ class ScalingForecast(Model):
 class Scaling(Model):
     """Automatic replica count."""
 
-    min_replicas: int = Field(default=1, ge=0, le=1000, description="Minimum replicas; at least 1.")
+    min_replicas: int = Field(
+        default=1, ge=0, le=1000, description="Minimum replicas. 0 needs spec.router, which holds requests meanwhile."
+    )
     max_replicas: int = Field(ge=1, le=1000, description="Maximum replicas.")
+    idle_timeout: Duration | None = Field(
+        default=None,
+        description="With minReplicas 0: time without any request after which the last replicas are removed. "
+        "Default: 10m.",
+    )
     behavior: ScalingBehavior | None = Field(default=None, description="Scaling behaviour, as in autoscaling/v2.")
     forecast: ScalingForecast | None = Field(
         default=None,
@@ -414,10 +422,9 @@ class Scaling(Model):
     )
 
 
-ZERO_REPLICAS_UNSUPPORTED = (
-    "0 is not supported, because a resource without replicas has no metrics to scale up by; use 1 or more, or remove "
-    "scaling and let KEDA write to /scale"
-)
+DEFAULT_IDLE_TIMEOUT = "10m"
+ZERO_WITHOUT_ROUTER = "0 needs a router, which holds requests meanwhile; set spec.router.enabled, or use 1 or more"
+IDLE_TIMEOUT_UNUSED = "only applies with minReplicas 0; set minReplicas to 0, or remove it"
 SCALING_RULES = [
     cel(
         "!has(self.minReplicas) || self.minReplicas <= self.maxReplicas",
@@ -427,8 +434,8 @@ SCALING_RULES = [
         "self.maxReplicas",
     ),
     cel(
-        "!has(self.minReplicas) || self.minReplicas > 0",
-        f"spec.scaling.minReplicas: {ZERO_REPLICAS_UNSUPPORTED}",
+        "!has(self.idleTimeout) || (has(self.minReplicas) && self.minReplicas == 0)",
+        f"spec.scaling.idleTimeout: {IDLE_TIMEOUT_UNUSED}",
     ),
 ]
 REPLICAS_IGNORED = "is ignored while spec.scaling is set; change scaling.minReplicas or maxReplicas, or remove scaling"
@@ -567,6 +574,78 @@ class Metrics(Model):
         description="Labels of this resource's series in Prometheus, in addition to the namespace and the pod.",
         max_length=8,
         json_schema_extra=schema(additionalProperties={"type": "string", "maxLength": 256}),
+    )
+
+
+class RouterPriority(Model):
+    """One priority of requests."""
+
+    name: str = Field(pattern=DNS_LABEL, max_length=63, description="Name that a request sends in the priority header.")
+    value: int = Field(
+        ge=-1000,
+        le=1000,
+        description="Requests with a higher value are dispatched first. Requests without a priority have 0.",
+    )
+
+
+HeaderName = Annotated[str, Field(pattern=HEADER_NAME, min_length=1, max_length=64)]
+
+
+class Router(Model):
+    """Router in front of the replicas: it sends each request to the replica that is predicted to answer first, and
+    holds requests while there is none.
+    """
+
+    enabled: bool = Field(
+        default=True, description="False removes the router: the client Service then selects the replicas directly."
+    )
+    replicas: int = Field(default=2, ge=1, le=100, description="Router pods; all of them serve.")
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=512,
+        description="Router image. Default: that of the operator's --router.",
+    )
+    max_hold: Duration = Field(
+        default="10m",
+        description="Maximum time for which a request waits in the router for a replica, before it is rejected. "
+        "At most 1h.",
+    )
+    max_held_requests: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000000,
+        description="Maximum number of waiting requests of one router pod; further requests are rejected with 429. "
+        "Default: the router's.",
+    )
+    priorities: tuple[RouterPriority, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Priorities that requests may have. Waiting requests of a higher priority are always dispatched "
+        "before those of a lower one.",
+        json_schema_extra=schema(**{"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+    )
+    priority_header: HeaderName | None = Field(
+        default=None, description="Header with the name of a request's priority. Default: x-trimtab-priority."
+    )
+    session_header: HeaderName | None = Field(
+        default=None,
+        description="Header that identifies a session: of equally good replicas, requests of a session "
+        "get the same one. Default: x-session-id.",
+    )
+    tenant_header: HeaderName | None = Field(
+        default=None,
+        description="Header that identifies the tenant; waiting tenants get equal shares. Default: x-tenant-id.",
+    )
+    trust_headers: bool = Field(
+        default=False,
+        description="Use the priority and tenant headers of requests. Only set it if a gateway in front of the router "
+        "sets or removes them, because clients could otherwise choose their own. False: the headers are removed.",
+    )
+    resources: dict[str, Any] | None = Field(
+        default=None,
+        description="Requests and limits of a router pod. Default: requests of 250m cpu and 256Mi memory.",
+        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
     )
 
 
@@ -737,7 +816,15 @@ class Spec(Model):
     tuning: Tuning = Field(default=Tuning(), description="Mode and bounds of the tuning of live parameters.")
     metrics: Metrics = Field(default=Metrics(), description="Source of the engines' metrics.")
     rollout: Rollout = Field(default=Rollout(), description="Rollout of changes to the replicas.")
+    router: Router | None = Field(
+        default=None, description="Router in front of the replicas. Default: clients reach the replicas directly."
+    )
     template: PodTemplate = Field(default=PodTemplate(), description="Overlay of the pods.")
+
+    @property
+    def active_router(self) -> Router | None:
+        """The router; None if there is none or it is disabled."""
+        return self.router if self.router is not None and self.router.enabled else None
 
 
 def _spec(text: str) -> Spec:

@@ -189,6 +189,17 @@ class SchedulingPolicyStatus(Model):
     )
 
 
+class RouterStatus(Model):
+    """State of the router."""
+
+    replicas: int = Field(ge=0, description="Desired router pods.")
+    ready_replicas: int = Field(ge=0, description="Router pods that take requests.")
+    selected: bool = Field(
+        description="True if the client Service selects the router's pods; false if it selects the replicas directly."
+    )
+    message: str | None = Field(default=None, max_length=1024, description="Why there are no router pods.")
+
+
 class TuningStatus(Model):
     """State and decisions of tuning."""
 
@@ -266,6 +277,7 @@ class Status(Model):
     layout: LayoutStatus | None = Field(default=None, description="Placement of the ranks.")
     engine: EngineStatus | None = Field(default=None, description="Engine parameters, configured and effective.")
     tuning: TuningStatus | None = Field(default=None, description="State and decisions of tuning.")
+    router: RouterStatus | None = Field(default=None, description="State of the router; only with spec.router.")
     groups: tuple[GroupStatus, ...] = Field(
         default=(),
         max_length=1000,

@@ -56,13 +56,14 @@ SIGNED_KIND = "rollout"  # kind of the signed text
 WATCH_SECONDS = 3600.0  # later crashes are not attributed to the change
 UNSTORED_ATTEMPT_SECONDS = 60.0  # younger attempts are not stored: most succeed or are edited by then
 MIN_REFUSED_STARTS = 3  # so many terminations are not the node's fault, and waiting does not help
-REPLICA_FIELDS = ("replicas", "priority", "scaling")  # always taken from the latest spec
+REPLICA_FIELDS = ("replicas", "priority", "scaling", "router")  # always taken from the latest spec
 UNRENDERED_FIELDS = (
     "replicas",
     "scaling",
     "metrics",
     "objectives",
     "tuning",
+    "router",
 )  # the caps of `tuning` are part of the revision
 
 

@@ -26,15 +26,15 @@ from trimtab_operator.resource.allowed_privileges import (
     privilege_remedy,
 )
 from trimtab_operator.resource.live_parameters import live_parameters
-from trimtab_operator.resource.patterns import DNS_LABEL
+from trimtab_operator.resource.patterns import DNS_LABEL, SERVED_NAME
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.spec import (
     DEADLINE_WITHOUT_TARGET,
     DOWNLOADED,
+    IDLE_TIMEOUT_UNUSED,
     MAX_NAME_LENGTH,
     MODALITIES,
-    SERVED_NAME,
-    ZERO_REPLICAS_UNSUPPORTED,
+    ZERO_WITHOUT_ROUTER,
     InferenceDeployment,
     ModelSource,
     PodOverlay,
@@ -49,6 +49,7 @@ from trimtab_operator.validation.scheduling_flags import scheduling_flags
 MAX_LABEL_VALUE = 256
 MAX_DRAIN_SECONDS = 3600.0  # a longer stop would block node drains
 MAX_BAKE_SECONDS = 3600.0  # longer than a user would watch a rollout
+MAX_HOLD_SECONDS = 3600.0  # clients and load balancers give up long before
 NAME_SYNTAX = "begin with a lower-case letter; then lower-case letters, digits and dashes, no dots"
 
 Rule = Callable[[InferenceDeployment], Iterable[ValidationError]]
@@ -83,7 +84,7 @@ def validate_name(deployment: InferenceDeployment) -> Iterator[ValidationError]:
 
 
 def validate_scaling(deployment: InferenceDeployment) -> Iterator[ValidationError]:
-    """Check the replica bounds; zero replicas cannot be scaled because nothing is measured."""
+    """Check the replica bounds; only a router holds requests while there is no replica."""
     scaling = deployment.spec.scaling
     if scaling is None:
         return
@@ -92,8 +93,54 @@ def validate_scaling(deployment: InferenceDeployment) -> Iterator[ValidationErro
             "spec.scaling.minReplicas",
             f"is {scaling.min_replicas}, above maxReplicas {scaling.max_replicas}; lower it or raise maxReplicas",
         )
-    if scaling.min_replicas == 0:
-        yield ValidationError("spec.scaling.minReplicas", ZERO_REPLICAS_UNSUPPORTED)
+    if scaling.min_replicas == 0 and deployment.spec.active_router is None:
+        yield ValidationError("spec.scaling.minReplicas", ZERO_WITHOUT_ROUTER)
+    if scaling.min_replicas > 0 and scaling.idle_timeout is not None:
+        yield ValidationError("spec.scaling.idleTimeout", IDLE_TIMEOUT_UNUSED)
+
+
+def validate_router(deployment: InferenceDeployment) -> Iterator[ValidationError]:
+    """Check the router's bounds, names and resources; nothing of a disabled router is used."""
+    router = deployment.spec.router
+    if router is None:
+        return
+    if parse_seconds(router.max_hold) > MAX_HOLD_SECONDS:
+        yield ValidationError("spec.router.maxHold", f"is {router.max_hold}; set at most 1h")
+    scaling = deployment.spec.scaling
+    if scaling is not None and scaling.min_replicas == 0 and parse_seconds(router.max_hold) == 0:
+        yield ValidationError(
+            "spec.router.maxHold",
+            f"is {router.max_hold}, but with scaling.minReplicas 0 requests wait for a replica; set a time above zero",
+        )
+    names = [priority.name for priority in router.priorities]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield ValidationError("spec.router.priorities", f"{name} is listed more than once; remove all but one")
+    headers = {
+        "priorityHeader": router.priority_header,
+        "sessionHeader": router.session_header,
+        "tenantHeader": router.tenant_header,
+    }
+    used: dict[str, str] = {}
+    for field, header in headers.items():
+        first = None if header is None else used.setdefault(header.lower(), field)
+        if first not in (None, field):
+            yield ValidationError(f"spec.router.{field}", f"is {header}, the same as {first}; choose another header")
+    if router.image is not None and re.search(r"\s", router.image):
+        yield ValidationError("spec.router.image", f"{router.image!r} contains white space; use name:tag")
+    for kind, amounts in (router.resources or {}).items():
+        yield from _router_resource_errors(kind, amounts, router.resources or {})
+
+
+def _router_resource_errors(kind: str, amounts: Any, resources: Mapping[str, Any]) -> Iterator[ValidationError]:
+    where = f"spec.router.resources.{kind}"
+    if kind not in ("requests", "limits") or not isinstance(amounts, Mapping):
+        yield ValidationError(where, "is not a set of quantities; use requests and limits")
+        return
+    found = [error for name, amount in amounts.items() for error in _quantity_errors(f"{where}.{name}", amount)]
+    yield from found
+    limits = resources.get("limits")
+    if kind == "requests" and not found and isinstance(limits, Mapping):
+        yield from _above_limit(where, amounts, limits)
 
 
 def validate_objectives(deployment: InferenceDeployment) -> Iterator[ValidationError]:
@@ -810,19 +857,24 @@ def _above_limit(where: str, requests: Mapping[str, Any], limits: Mapping[str, A
 
 
 def _resource_errors(spec: Spec, where: str, name: str, amount: Any) -> Iterator[ValidationError]:
-    try:
-        if parse_quantity(amount) < 0:
-            yield ValidationError(f"{where}.{name}", f"is {amount}; set a value of at least 0")
-    except ValueError as error:
-        yield ValidationError(f"{where}.{name}", str(error))
+    yield from _quantity_errors(f"{where}.{name}", amount)
     if name == "nvidia.com/gpu":
         fix = "use runtime.device cuda and spec.parallelism" if spec.runtime.device == "cpu" else "use spec.parallelism"
         yield ValidationError(f"{where}.{name}", f"is derived from the layout; remove it and {fix}")
 
 
+def _quantity_errors(where: str, amount: Any) -> Iterator[ValidationError]:
+    try:
+        if parse_quantity(amount) < 0:
+            yield ValidationError(where, f"is {amount}; set a value of at least 0")
+    except ValueError as error:
+        yield ValidationError(where, str(error))
+
+
 RULES: tuple[Rule, ...] = (
     validate_name,
     validate_scaling,
+    validate_router,
     validate_objectives,
     validate_model_path,
     validate_downloaded_model,

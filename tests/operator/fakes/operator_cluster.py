@@ -20,6 +20,7 @@ from trimtab_operator.builders.admin_token import Tokens, admin_token
 from trimtab_operator.builders.config_map import facts_config_map
 from trimtab_operator.engines.admin_client import Patched
 from trimtab_operator.engines.poller import EnginePoller, OnAnswer
+from trimtab_operator.engines.router_client import RouterPoller
 from trimtab_operator.kube.client import Cluster
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.layout.degrees import Degrees
@@ -33,9 +34,11 @@ from trimtab_operator.observed.groups import (
     is_terminating,
     ordinal_of,
 )
+from trimtab_operator.observed.router import RouterReport, RouterTarget, router_targets
 from trimtab_operator.planning.gpu_budget import GpuClaim
 from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
 from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile
+from trimtab_operator.planning.router import is_router_child
 from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
 from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.executor import Executor
@@ -54,6 +57,7 @@ from trimtab_operator.tuner.samples import Config, Counters, Finished, Gauges, L
 TICK_SECONDS = 5.0
 SECRET = b"s"
 BROKEN = "--broken"  # engines with this argument never become Ready
+NO_DEMAND = RouterReport(0.0, 0, 0, 0)
 KEY = Key("n", "m", "u-m")
 TOKEN = admin_token(SECRET, KEY.uid)
 STARTS: Mapping[Parameter, Value] = {
@@ -159,6 +163,8 @@ class FakeCluster:
         """How a Job that reads the model ends: exit code and words."""
         self.creation_failures: list[dict[str, Any]] = []
         """Events of StatefulSets whose pods were not created."""
+        self.demand: dict[str, RouterReport] = {}
+        """What router pods report, by name; the others have no requests."""
         self.events: list[str] = []
         self.failures: list[Exception] = []
         """Raised by the next reads of the children."""
@@ -201,7 +207,8 @@ class FakeCluster:
         def of(kind: str) -> tuple[dict[str, Any], ...]:
             return tuple(m for (k, _), m in sorted(self.objects.items()) if k == kind)
 
-        pods = tuple(pod for _, pod in sorted(self.pods.items()))
+        every = [pod for _, pod in sorted(self.pods.items())]
+        pods = tuple(pod for pod in every if not is_router_child(pod))
         return ObservedChildren(
             of("Service"),
             of("StatefulSet"),
@@ -211,6 +218,7 @@ class FakeCluster:
             of("ServiceAccount"),
             of("Secret"),
             {kind: of(kind) for kind in sorted(self.serves)},
+            router_pods=tuple(pod for pod in every if is_router_child(pod)),
         )
 
     @property
@@ -259,7 +267,17 @@ class FakeCluster:
             former_token=former,
             installation=self.installation,
             gpu_claims=self.gpu_claims,
+            routers=self.router_reports(),
         )
+
+    def router_reports(self) -> dict[str, RouterReport]:
+        """What each running router pod that answers reports now."""
+        running = router_targets(self.children().router_pods)
+        return {
+            target.instance: replace(self.demand.get(target.pod, NO_DEMAND), at=self.now)
+            for target in running
+            if target.pod not in self.silent
+        }
 
     def decide(self, state: ReconcilerState | None = None) -> ReconcilePlan:
         """What the operator would do now, by this memory or by its own."""
@@ -429,6 +447,9 @@ class FakeCluster:
                     found[f"{name}-{number}"] = (manifest, template)
             elif kind == "Job":
                 found[f"{name}-x"] = (manifest, template)
+            elif kind == "Deployment":
+                for number in range(manifest["spec"]["replicas"]):
+                    found[f"{name}-5d9-{number}"] = (manifest, template)
         return found
 
     def _make_pod(self, name: str, owner: dict[str, Any], template: dict[str, Any]) -> None:
@@ -436,6 +457,7 @@ class FakeCluster:
             return  # the API server admits no pod whose account is not there
         self._made += 1
         uid = f"p-{self._made}"
+        is_replicated = owner["kind"] == "Deployment"
         metadata = {
             "name": name,
             "namespace": "n",
@@ -444,8 +466,8 @@ class FakeCluster:
             "labels": dict(template["metadata"]["labels"]),
             "ownerReferences": [
                 {
-                    "kind": owner["kind"],
-                    "name": owner["metadata"]["name"],
+                    "kind": "ReplicaSet" if is_replicated else owner["kind"],
+                    "name": owner["metadata"]["name"] + ("-5d9" if is_replicated else ""),
                     "uid": owner["metadata"]["uid"],
                     "controller": True,
                 }
@@ -636,6 +658,22 @@ class FakeEnginePoller:
         """There is nothing under way."""
 
 
+class FakeRouterPoller:
+    """The router pods of a FakeCluster, with the methods of `RouterPoller`."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+
+    def follow(
+        self, _targets: Iterable[RouterTarget], _tokens: Tokens, *, has_replica: bool
+    ) -> dict[str, RouterReport]:
+        del has_replica
+        return self.cluster.router_reports()
+
+    def close(self) -> None:
+        """There is nothing to cancel."""
+
+
 def a_reconciler(cluster: FakeCluster, http: aiohttp.ClientSession | None = None) -> Reconciler:
     """The loops' shared part, at work on this cluster."""
     door = cast("Cluster", cluster)
@@ -653,9 +691,15 @@ def a_reconciler(cluster: FakeCluster, http: aiohttp.ClientSession | None = None
     return Reconciler(observer, executor, unused, Heartbeats(max_age_seconds=60.0), WorkQueue())
 
 
-def a_loop(cluster: FakeCluster) -> ReconcileLoop:
+def a_loop(cluster: FakeCluster, engines: Any = None) -> ReconcileLoop:
     """A loop that has just begun, and that knows nothing."""
-    return ReconcileLoop(KEY, cast("EnginePoller", FakeEnginePoller(cluster)))
+    engines = FakeEnginePoller(cluster) if engines is None else engines
+    return ReconcileLoop(KEY, cast("EnginePoller", engines), make_routers(cluster))
+
+
+def make_routers(cluster: FakeCluster) -> RouterPoller:
+    """Return the poller of the cluster's router pods."""
+    return cast("RouterPoller", FakeRouterPoller(cluster))
 
 
 def _is_made_from(pod: dict[str, Any], owner: dict[str, Any], template: dict[str, Any]) -> bool:

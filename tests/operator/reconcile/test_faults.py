@@ -17,11 +17,10 @@ import pytest
 from coming_to_rest import come_to_rest, end_state
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import a_spec
-from operator_cluster import KEY, TICK_SECONDS, FakeCluster, Killed, a_loop, a_reconciler
+from operator_cluster import TICK_SECONDS, FakeCluster, Killed, a_loop, a_reconciler
 from trimtab_operator.engines import scrape
 from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.observed.engines import EngineObservation, EngineTarget
-from trimtab_operator.reconcile.reconciler import ReconcileLoop
 
 ROLLOUT = {"startTimeout": "1m", "drainTimeout": "1s", "bakeTime": "10s"}
 WALKS, EDITS = 100, 6  # so 600 transitions
@@ -269,7 +268,7 @@ async def test_hung_engine_is_reported_and_blocks_no_edit(
 
     monkeypatch.setattr(scrape, "observe_engine", answers)
     engines = EnginePoller(cast("aiohttp.ClientSession", None), lambda: cluster.now, timeout_seconds=0.02)
-    reconciler, loop = a_reconciler(cluster), ReconcileLoop(KEY, engines)
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster, engines)
     try:
         for _ in range(30):
             await reconciler.tick(loop)

@@ -17,9 +17,8 @@ from typing import Any, cast
 import pytest
 from coming_to_rest import come_to_rest, end_state
 from operator_builders import a_spec
-from operator_cluster import BROKEN, KEY, FakeCluster, FakeEnginePoller, Killed, a_loop, a_reconciler
+from operator_cluster import BROKEN, FakeCluster, FakeEnginePoller, Killed, a_loop, a_reconciler
 from trimtab_operator.builders.admin_token import Tokens
-from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.kube.client import CHILDREN, Cluster
 from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.observed.actions import Apply
@@ -171,8 +170,7 @@ def lagging(cluster: FakeCluster, chance: random.Random) -> tuple[Reconciler, Re
     door, live = LaggingDoor(cluster, known), a_reconciler(cluster)
     observer = replace(live.observer, cluster=cast("Cluster", door), cache=cast("Cache", known))
     executor = replace(live.executor, cluster=cast("Cluster", door))
-    engines = cast("EnginePoller", EnginesThatAreThere(cluster))
-    return replace(live, observer=observer, executor=executor), ReconcileLoop(KEY, engines), door
+    return replace(live, observer=observer, executor=executor), a_loop(cluster, EnginesThatAreThere(cluster)), door
 
 
 async def ticks(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import cast
 
+import aiohttp
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import NOW, a_pod, a_resource, not_ready, observed
 from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.builders.labels import WORKER
 from trimtab_operator.engines.poller import EnginePoller
+from trimtab_operator.engines.router_client import RouterPoller
 from trimtab_operator.kube.client import Cluster
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
@@ -69,7 +71,9 @@ async def look(
     cluster: ListingCluster, state: ReconcilerState | None = None, nodes: Nodes | None = None
 ) -> ClusterSnapshot:
     engines = cast("EnginePoller", SilentEngines())
-    return await make_observer(cluster, nodes).observe(Key("n", "m", "u-m"), state or ReconcilerState(), engines)
+    routers = RouterPoller(cast("aiohttp.ClientSession", None), lambda: NOW, lambda: None)
+    observer = make_observer(cluster, nodes)
+    return await observer.observe(Key("n", "m", "u-m"), state or ReconcilerState(), engines, routers)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from operator_cluster import KEY, TICK_SECONDS, FakeCluster, FakeEnginePoller, a
 from prometheus_client import generate_latest
 from trimtab_operator.engines import scrape
 from trimtab_operator.engines.poller import EnginePoller
+from trimtab_operator.engines.router_client import RouterPoller
 from trimtab_operator.errors import Gone, NameTaken
 from trimtab_operator.kube.informer_cache import Cache, Store
 from trimtab_operator.observed.actions import Apply
@@ -107,7 +108,7 @@ async def test_uncached_pods_are_revalidated_before_deletion() -> None:
             cluster.set_ready("m-g1-0", ready=False)
             return said
 
-    reconciler, loop = a_reconciler(cluster), ReconcileLoop(KEY, cast("EnginePoller", Blinks(cluster)))
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster, Blinks(cluster))
     loop.state = cluster.state
     await reconciler.tick(loop)
     cluster.controllers()
@@ -176,7 +177,7 @@ async def test_late_idle_engines_cause_no_write(mode: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(scrape, "observe_engine", answers)
     engines = EnginePoller(cast("aiohttp.ClientSession", None), lambda: cluster.now, timeout_seconds=0.02)
-    reconciler, loop = a_reconciler(cluster), ReconcileLoop(KEY, engines)
+    reconciler, loop = a_reconciler(cluster), a_loop(cluster, engines)
     await reconciler.tick(loop)
     written = cluster.writes
     for _ in range(8):
@@ -309,7 +310,10 @@ async def test_edits_run_before_follow_ups() -> None:
         work_queue,
         _tick_limiter=PriorityLimiter(1, max_background_when_urgent=1),
     )
-    loops = {name: ReconcileLoop(Key("n", name, name), cast("EnginePoller", None)) for name in names}
+    loops = {
+        name: ReconcileLoop(Key("n", name, name), cast("EnginePoller", None), cast("RouterPoller", None))
+        for name in names
+    }
     ticks = [asyncio.create_task(reconciler.guarded_tick(loop)) for loop in loops.values()]
     await asyncio.sleep(0)
     cache.apply_event(store, "MODIFIED", a_body("e", 2, version=2))
@@ -406,7 +410,7 @@ async def test_fast_plan_runs_inline_others_in_thread(
     cluster = FakeCluster(**spec)
     cluster.settle()
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
-    snapshot = await reconciler.observer.observe(KEY, cluster.state, loop.engines)
+    snapshot = await reconciler.observer.observe(KEY, cluster.state, loop.engines, loop.routers)
     ((name, said),) = snapshot.engines.items()
     assert said.sample is not None
     gauges = replace(said.sample.gauges, running=running, waiting=0.0)
@@ -445,7 +449,7 @@ async def test_wake_up_at_timeout_is_noticed() -> None:
 async def test_idle_tick_compares_metrics_only() -> None:
     cluster = FakeCluster()
     reconciler, pages = a_reconciler(cluster), Pages(cluster)
-    loop = ReconcileLoop(KEY, cast("EnginePoller", pages))
+    loop = a_loop(cluster, pages)
     assert not await reconciler.is_idle(loop)  # before the first observation
     loop.idle = IdleState(cluster.look(), (), cluster.now)
     cluster.now += IDLE_RECONCILE_SECONDS / 2
@@ -463,7 +467,7 @@ async def test_crowded_idle_tick_skips_metrics(tick_seconds: float, unread: int)
     cluster = FakeCluster()
     reconciler, pages = a_reconciler(cluster), Pages(cluster)
     reconciler = replace(reconciler, observer=replace(reconciler.observer, tick_seconds=tick_seconds))
-    loop = ReconcileLoop(KEY, cast("EnginePoller", pages))
+    loop = a_loop(cluster, pages)
     loop.idle = IdleState(cluster.look(), (), cluster.now)
     pages.same = False
     limiter = reconciler._tick_limiter
@@ -482,7 +486,7 @@ async def test_crowded_idle_tick_skips_metrics(tick_seconds: float, unread: int)
 async def test_edit_allows_stale_engine_status(urgent: bool) -> None:
     cluster = FakeCluster()
     engines = FakeEnginePoller(cluster)
-    loop = ReconcileLoop(KEY, cast("EnginePoller", engines))
+    loop = a_loop(cluster, engines)
     loop.slot.urgent = urgent
     cluster.settle()
     loop.state = cluster.state

@@ -89,7 +89,8 @@ async def both(
 ) -> None:
     """Run one tick of each operator, from the same snapshot."""
     looks = [
-        await reconciler.observer.observe(loop.key, loop.state, loop.engines) for reconciler, loop in (first, second)
+        await reconciler.observer.observe(loop.key, loop.state, loop.engines, loop.routers)
+        for reconciler, loop in (first, second)
     ]
     for (reconciler, loop), seen in zip((first, second), looks, strict=True):
 
