@@ -98,7 +98,8 @@ CHILDREN = ("Service", "StatefulSet", "ConfigMap", "Pod", "Job", "ServiceAccount
 PAGE_SIZE = 500  # objects per response
 
 NO_QUERY: Mapping[str, str | None] = {}
-FORBIDDEN, NOT_FOUND, INVALID, TOO_MANY = 403, 404, 422, 429
+BAD_REQUEST, CONFLICT, INTERNAL_ERROR = 400, 409, 500
+UNAUTHORIZED, FORBIDDEN, NOT_FOUND, INVALID, TOO_MANY, UNAVAILABLE = 401, 403, 404, 422, 429, 503
 
 
 def is_forbidden(error: BaseException) -> bool:
@@ -109,6 +110,17 @@ def is_forbidden(error: BaseException) -> bool:
 def is_invalid(error: BaseException) -> bool:
     """Return True if the API server rejected a value (422)."""
     return getattr(error, "status", None) == INVALID
+
+
+def is_unavailable(error: BaseException) -> bool:
+    """Return True if the API server serves no request now, instead of rejecting this one."""
+    return getattr(error, "status", None) in (UNAUTHORIZED, TOO_MANY, UNAVAILABLE)
+
+
+def is_definite(error: BaseException) -> bool:
+    """Return True if the API server will reject the same request again: a user or administrator must act."""
+    status = getattr(error, "status", None)
+    return isinstance(status, int) and BAD_REQUEST <= status < INTERNAL_ERROR and status != CONFLICT
 
 
 class Cluster:

@@ -46,19 +46,72 @@ class Delete:
 
 Action = Apply | Delete
 
+PROTECTION_KINDS = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")
+"""Kinds that engines serve without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """An action that the API server rejected."""
+
+    action: Action
+    error: Exception
+
+    @property
+    def stops_serving(self) -> bool:
+        """False for objects that protect or monitor engines, which serve without them."""
+        return kind_and_name(self.action)[0] not in PROTECTION_KINDS
+
+
+def kind_and_name(action: Action) -> tuple[str, str]:
+    """Return the kind and name of the object that an action is about."""
+    if isinstance(action, Delete):
+        return action.kind, action.name
+    return str(action.manifest["kind"]), str(action.manifest["metadata"]["name"])
+
+
+def depends_on(action: Action, rejected: Action) -> bool:
+    """Return True if an action would do harm without the effect of the `rejected` one.
+
+    Pods need the account, the Secret and the rendezvous Service of their group, if these do not exist yet. The sets of
+    a group change together. The Job's result must be stored before the Job is deleted.
+    """
+    (kind, name), (missing, what) = kind_and_name(action), kind_and_name(rejected)
+    if isinstance(rejected, Delete):
+        return False
+    if kind == "Job":
+        return isinstance(action, Delete) and (missing, what) == ("ConfigMap", name)
+    if kind != "StatefulSet":
+        return False
+    leader = name.removesuffix("-w")
+    if missing == "StatefulSet":
+        return name != leader == what
+    if isinstance(action, Delete) or not rejected.is_new:
+        return False
+    return missing in ("ServiceAccount", "Secret") or (missing, what) == ("Service", leader)
+
 
 @dataclass(frozen=True, slots=True)
 class Patch:
     """New live parameter values for the engine of one group.
 
     The patch is valid only while the engine's configuration has generation `if_match`. `fallback` is set instead for as
-    long as the engine has rejected `fields`.
+    long as the engine has rejected `fields`. With `needs_state`, `fields` are only sent once the tuner's state is
+    stored, because a trial that ends the engine must not be repeated after an operator restart.
     """
 
     target: EngineTarget
     fields: LiveValues
     if_match: int
     fallback: LiveValues | None = None
+    needs_state: bool = False
+
+    @property
+    def without_state(self) -> Patch | None:
+        """The part of the patch that needs no stored state; None if there is none."""
+        if not self.needs_state:
+            return self
+        return None if self.fallback is None else replace(self, fields=self.fallback, fallback=None, needs_state=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,12 @@ def _plan_next_step(
     surge, is_over_budget, max_new_groups = SurgePlan(0), False, 0
     if rollout_plan.target is not None:
         surge = plan_surge(
-            rollout_plan.state.surge_obstacle, rollout_plan.target, known.observed, replicas=count, now=now
+            rollout_plan.state.surge_obstacle,
+            rollout_plan.target,
+            known.observed,
+            replicas=count,
+            now=now,
+            rejected=known.state.rejected_group,
         )
         surge_limit = surge_room(gpu_claim, count, snapshot.gpu_claims, snapshot.installation.gpu_budget)
         is_over_budget = surge_limit.groups < surge.groups
@@ -604,7 +609,7 @@ def _patches(
         target, config = targets[group], snapshot.engines[group].config
         if target.address is not None and config is not None:
             fallback = queue.patches.get(group) if group in knobs else None
-            found.append(Patch(target, fields, config.generation, fallback))
+            found.append(Patch(target, fields, config.generation, fallback, needs_state=group in knobs))
     return tuple(found)
 
 

@@ -44,6 +44,8 @@ class ReconcilerState:
     """Scheduling policy last sent to engines, whether or not they applied it."""
     repeated_applies: Mapping[str, RepeatedApply] = field(default_factory=dict)
     """Children that differ again after each apply, by kind and name."""
+    rejected_group: str | None = None
+    """Why the API server rejected the creation of a replica in the last iteration; None if it did not."""
     max_placed: int = 0
     """Largest number of present replicas that were scheduled at once."""
     idle: IdleWatch | None = None

@@ -46,6 +46,8 @@ class StatusInputs:
     surge_obstacle: str | None = None
     """Why no surge replica can be created."""
     problem: tuple[str, str] | None = None
+    minor_problem: tuple[str, str] | None = None
+    """(reason, message) of objects that could not be written and that engines serve without."""
     model_revision: str | None = None
     """Commit that replicas are rendered for; None if the model is not downloaded."""
     metrics_source: str | None = None

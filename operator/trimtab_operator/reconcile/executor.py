@@ -1,7 +1,9 @@
 """Execution of a reconcile plan against the API server and the engines.
 
-Order: urgent deletes, state, children, engines, Events, status. State is written before it is acted on. This module
-contains no decisions. Writes are counted, so that tests and dashboards can verify that an idle loop writes nothing.
+Order: urgent deletes, state, children, engines, Events, status. State is written before it is acted on. An object that
+the API server rejects stops only the actions that depend on it; all rejections are returned. An API server that is
+unavailable stops the iteration. This module contains no decisions. Writes are counted, so that tests and dashboards can
+verify that an idle loop writes nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +20,21 @@ from kubernetes.aio.dynamic.exceptions import NotFoundError
 from trimtab_operator.engines.admin_client import Patched
 from trimtab_operator.engines.poller import EnginePoller, PatchAnswer
 from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
-from trimtab_operator.kube.client import API_ERRORS, Cluster, is_invalid
+from trimtab_operator.kube.client import API_ERRORS, Cluster, is_invalid, is_unavailable
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
 from trimtab_operator.kube.rbac import missing_permission
-from trimtab_operator.observed.actions import Action, Apply, Delete, Event, Patch, event_of, merge_events
+from trimtab_operator.observed.actions import (
+    Action,
+    Apply,
+    Delete,
+    Event,
+    Patch,
+    Rejection,
+    depends_on,
+    event_of,
+    kind_and_name,
+    merge_events,
+)
 from trimtab_operator.planning.plan import ReconcilePlan
 from trimtab_operator.planning.snapshot import ClusterSnapshot
 from trimtab_operator.planning.status_inputs import StatusInputs
@@ -35,11 +48,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyResult:
-    """The actions that were applied, and the error that prevented the others."""
+class ExecutionResult:
+    """The actions that were applied, and those that the API server rejected."""
 
-    actions: tuple[Action, ...]
-    error: Exception | None
+    done: tuple[Action, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
+
+    def __add__(self, other: ExecutionResult) -> ExecutionResult:
+        return ExecutionResult((*self.done, *other.done), (*self.rejections, *other.rejections))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,70 +80,98 @@ class Executor:
         if not self.is_leading():
             raise NotLeading("the Lease expired; another process may lead now")
 
-    async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> None:
+    async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> ExecutionResult:
         """Apply the urgent deletes, then write the new reconciler state. The caller may adopt the state afterwards."""
         names, share = (snapshot.deployment.namespace, snapshot.deployment.name), plan.status_inputs.share
         self.metrics.desired_replicas.labels(*names).set(plan.desired_replicas)
         self.metrics.wanted_replicas.labels(*names).set(plan.desired_replicas if share is None else share.wanted)
-        await self.execute(snapshot.deployment, plan.urgent_deletes)
-        await self.execute(snapshot.deployment, plan.state_writes)
+        return await self.execute(snapshot.deployment, (*plan.urgent_deletes, *plan.state_writes))
 
-    async def apply(self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: EnginePoller) -> ApplyResult:
-        """Apply the children, then patch the engines. A rejected child does not prevent the patches."""
+    async def apply(
+        self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: EnginePoller, before: ExecutionResult
+    ) -> ExecutionResult:
+        """Apply the children, then patch the engines. `before` is the result of `persist_state`, which is included in
+        the returned one. Rejected children do not prevent the patches, unless a patch needs state that was rejected.
+        """
         deployment = snapshot.deployment
-        failure: Exception | None = None
-        done: list[Action] = []
-        try:
-            await self.execute(deployment, plan.children, done)
-        except (*API_ERRORS, NameTaken, NotYet) as error:
-            failure = error
+        result = before + await self.execute(deployment, plan.children, before.rejections)
 
         async def on_answer(order: Patch, answer: PatchAnswer) -> None:
             with suppress(NotLeading):  # the response may arrive long after the tick
                 await self._report_patch_result(deployment, order, answer)
 
         self._require_leadership()
-        await engines.patch(plan.patches, snapshot.tokens, on_answer)
-        return ApplyResult(tuple(done), failure)
+        patches: Iterable[Patch] = plan.patches
+        if any(kind_and_name(rejected.action)[0] == "ConfigMap" for rejected in before.rejections):
+            patches = [patch for one in plan.patches if (patch := one.without_state) is not None]
+        await engines.patch(patches, snapshot.tokens, on_answer)
+        return result
 
     async def update_status(
-        self, snapshot: ClusterSnapshot, plan: ReconcilePlan, done: ApplyResult, *, is_status_due: bool = True
+        self,
+        snapshot: ClusterSnapshot,
+        plan: ReconcilePlan,
+        done: Iterable[Action],
+        *,
+        is_status_due: bool = True,
     ) -> Mapping[str, Any]:
-        """Emit decisions and Events, and write the status if `is_status_due`. Return the status.
-
-        Raises:
-            Exception: The error that stopped `apply`, after the Events of the applied actions were emitted.
+        """Emit decisions and the Events of the actions that are `done`, and write the status if `is_status_due`. Return
+        the status.
         """
         deployment = snapshot.deployment
         for decision in plan.decisions:
             await self._emit_decision(deployment, decision)
         for event in merge_events(
-            (*plan.events, *(event for action in done.actions if (event := event_of(action)) is not None))
+            (*plan.events, *(event for action in done if (event := event_of(action)) is not None))
         ):
             await self.emit_event(deployment, event)
-        if done.error is not None:
-            raise done.error
         status = build_status(deployment, plan.status_inputs, now=self._now())
         return await self._write_status(deployment, status) if is_status_due else status
 
     async def execute(
-        self, deployment: InferenceDeployment, actions: Iterable[Action], done: list[Action] | None = None
-    ) -> None:
-        """Apply actions in order, and append each completed one to `done`."""
+        self, deployment: InferenceDeployment, actions: Iterable[Action], rejected: Iterable[Rejection] = ()
+    ) -> ExecutionResult:
+        """Apply actions in order, without those that depend on a rejected one. `rejected` holds earlier rejections.
+
+        Raises:
+            Exception: The API server is unavailable, or another process leads.
+        """
+        done: list[Action] = []
+        rejections: list[Rejection] = []
         for action in actions:
+            if any(depends_on(action, other.action) for other in (*rejected, *rejections)):
+                continue
             self._require_leadership()
-            if isinstance(action, Apply):
-                await self._apply(deployment, action)
-                kind, name, verb = str(action.manifest["kind"]), str(action.manifest["metadata"]["name"]), "apply"
-            else:
-                kind, name, verb = action.kind, action.name, "delete"
-                if not await self._delete(deployment, action):
-                    continue
-            self.metrics.writes.labels(verb=verb, kind=kind).inc()
-            resource = f"{deployment.namespace}/{deployment.name}"
-            logger.info(verb, extra={"resource": resource, "kind": kind, "child": name, "reason": action.reason})
-            if done is not None:
+            try:
+                is_done = await self._execute(deployment, action)
+            except (*API_ERRORS, NameTaken, NotYet) as error:
+                if is_unavailable(error):
+                    raise
+                rejections.append(Rejection(action, error))
+                self.metrics.reconcile_errors.labels(error=type(error).__name__).inc()
+                kind, name = kind_and_name(action)
+                resource = f"{deployment.namespace}/{deployment.name}"
+                extra = {"resource": resource, "kind": kind, "child": name, "error": format_error(error)}
+                logger.warning("the API server rejected an object", extra=extra)
+                continue
+            if is_done:
                 done.append(action)
+        return ExecutionResult(tuple(done), tuple(rejections))
+
+    async def _execute(self, deployment: InferenceDeployment, action: Action) -> bool:
+        """Apply one action. Return False if a PodDisruptionBudget blocks it."""
+        if isinstance(action, Apply):
+            await self._apply(deployment, action)
+            verb = "apply"
+        else:
+            verb = "delete"
+            if not await self._delete(deployment, action):
+                return False
+        kind, name = kind_and_name(action)
+        self.metrics.writes.labels(verb=verb, kind=kind).inc()
+        resource = f"{deployment.namespace}/{deployment.name}"
+        logger.info(verb, extra={"resource": resource, "kind": kind, "child": name, "reason": action.reason})
+        return True
 
     async def _delete(self, deployment: InferenceDeployment, action: Delete) -> bool:
         """Delete or evict. Return False if the PodDisruptionBudget blocks it; the next reconcile retries."""

@@ -21,7 +21,6 @@ from trimtab_operator.engines.router_client import RouterPoller
 from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
 from trimtab_operator.kube.client import API_ERRORS
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
-from trimtab_operator.kube.rbac import missing_permission
 from trimtab_operator.planning.idle import IdleState, detect_idle, replay_idle_period
 from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile, status_inputs_after_error
 from trimtab_operator.planning.preconditions import preconditions_of
@@ -32,6 +31,7 @@ from trimtab_operator.reconcile.executor import Executor, format_error
 from trimtab_operator.reconcile.health import Heartbeats
 from trimtab_operator.reconcile.observer import ClusterObserver, Key
 from trimtab_operator.reconcile.priority_limiter import PriorityLimiter, Slot
+from trimtab_operator.reconcile.rejections import MIN_FAILURES_TO_REPORT, failure_reason, with_rejections
 from trimtab_operator.reconcile.work_queue import WorkQueue
 from trimtab_operator.report.conditions import Reason
 
@@ -42,7 +42,6 @@ TICK_DEADLINE_SECONDS = 120.0  # a longer tick is considered hung and is restart
 # Between observations of a healthy resource without tuning, whose children are watched.
 IDLE_RECONCILE_SECONDS = 60.0
 MAX_BACKOFF_SECONDS = 60.0  # between failing ticks
-MIN_FAILURES_TO_REPORT = 3  # consecutive, before the status shows them: one lost connection is not worth reporting
 WAKEUP_BATCH_SECONDS = 0.2  # wake-ups arrive in bursts: one tick serves all
 EDIT_BATCH_SECONDS = 0.05  # a user-initiated change is one write, or two
 MAX_RESERVATION_ATTEMPTS = 5  # other resources may change the GPU claims while a plan is computed
@@ -64,6 +63,8 @@ class ReconcileLoop:
     state: ReconcilerState = field(default_factory=ReconcilerState)
     failures: int = 0
     """Consecutive failed ticks."""
+    num_rejected_ticks: int = 0
+    """Consecutive ticks in which the API server rejected an object."""
     plan: tuple[ClusterSnapshot, ReconcilePlan] | None = None
     """The snapshot and plan of the current tick. None before it was planned."""
     idle: IdleState | None = None
@@ -179,15 +180,19 @@ class Reconciler:
         snapshot, plan = await self._revalidate(loop, snapshot, await self._plan(loop, snapshot))
         snapshot, plan = await self._reserve_gpus(loop, snapshot, plan)
         loop.plan = snapshot, plan
-        await self.executor.persist_state(snapshot, plan)
-        loop.state = plan.state  # only now: a state that could not be written is planned again
+        result = await self.executor.persist_state(snapshot, plan)
+        loop.state = plan.state  # only now: if the API server is unavailable, the state is planned again
         before = self.executor.last_status(snapshot.deployment)
         is_deferred = not loop.is_status_deferred and _should_defer_status(snapshot, plan)
-        done = await self.executor.apply(snapshot, plan, loop.engines)
+        result = await self.executor.apply(snapshot, plan, loop.engines, result)
+        loop.num_rejected_ticks = loop.num_rejected_ticks + 1 if result.rejections else 0
+        plan = with_rejections(plan, result.rejections, num_ticks=loop.num_rejected_ticks)
         await self._yield_to_urgent(loop)
-        status = await self.executor.update_status(snapshot, plan, done, is_status_due=not is_deferred)
+        status = await self.executor.update_status(snapshot, plan, result.done, is_status_due=not is_deferred)
         loop.is_status_deferred = is_deferred
         loop.state = replace(plan.state, repeated_applies=plan.repeated_applies)
+        if loop.num_rejected_ticks > MIN_FAILURES_TO_REPORT:  # the rejected objects are written at each tick
+            return self.observer.tick_seconds
         if not plan.is_idle or _is_progressing(status):
             return min(BUSY_TICK_SECONDS, self.observer.tick_seconds)
         if is_urgent:  # the engines were not polled
@@ -298,7 +303,7 @@ class Reconciler:
 
     async def _report_failure(self, loop: ReconcileLoop, error: Exception) -> None:
         """Write the failure into the status: at once if a user must act, else after MIN_FAILURES_TO_REPORT failures."""
-        reason = _failure_reason(error)
+        reason = failure_reason(error)
         if reason is Reason.RECONCILE_ERROR and loop.failures < MIN_FAILURES_TO_REPORT:
             return
         problem = reason, format_error(error)
@@ -338,13 +343,6 @@ def _needs_no_prediction(snapshot: ClusterSnapshot) -> bool:
     """Return True if the tuner has nothing to predict: no engine has requests, and replicas do not follow the load."""
     gauges = [seen.sample.gauges for seen in snapshot.engines.values() if seen.sample is not None]
     return snapshot.deployment.spec.scaling is None and not any(now.running or now.waiting for now in gauges)
-
-
-def _failure_reason(error: Exception) -> Reason:
-    """Return the condition reason of an error. Name conflicts and missing permissions need a user and get their own."""
-    if isinstance(error, NameTaken):
-        return Reason.NAME_CONFLICT
-    return Reason.RECONCILE_ERROR if missing_permission(error) is None else Reason.FORBIDDEN
 
 
 def _should_defer_status(snapshot: ClusterSnapshot, plan: ReconcilePlan) -> bool:

@@ -399,6 +399,8 @@ def degraded_condition(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]
         )
     if inputs.failed_change is not None:
         return UntimedCondition("Degraded", "True", Reason.START_FAILED, inputs.failed_change.message)
+    if inputs.minor_problem is not None:
+        return UntimedCondition("Degraded", "True", *inputs.minor_problem)
     return UntimedCondition("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
 
 

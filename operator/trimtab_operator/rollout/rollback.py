@@ -227,9 +227,16 @@ class SurgePlan:
 
 
 def plan_surge(
-    known: NoSurgeRoom | None, target: Rendered, observed: ObservedChildren, *, replicas: int, now: datetime
+    known: NoSurgeRoom | None,
+    target: Rendered,
+    observed: ObservedChildren,
+    *,
+    replicas: int,
+    now: datetime,
+    rejected: str | None = None,
 ) -> SurgePlan:
-    """Decide how many surge groups may be created. `known` is the change for which there was no room.
+    """Decide how many surge groups may be created. `known` is the change for which there was no room, and `rejected`
+    says why the API server just rejected another group.
 
     A newly found obstacle is reported now; replicas are replaced in place from the next iteration on.
     """
@@ -239,6 +246,8 @@ def plan_surge(
         return SurgePlan(0, known)
     timeout = start_seconds(target.deployment)
     why = surge_obstacle(observed, target.revision, replicas=replicas, start_seconds=timeout, now=now)
+    if why is None and rejected is not None and len(observed.groups) >= replicas:
+        why = f"no additional replica can be created: {rejected}"
     if allowed == 0 or why is None:
         return SurgePlan(allowed)
     gap = "requests fail until the new one is Ready" if replicas == 1 else "each is unavailable for a while"

@@ -100,8 +100,18 @@ async def test_invalid_cluster_ip_uses_fallback() -> None:
 
 
 @pytest.mark.parametrize(("status", "fallback"), [(500, ANYWHERE), (403, ANYWHERE), (422, None)])
-async def test_other_apply_errors_are_raised(status: int, fallback: Mapping[str, Any] | None) -> None:
+async def test_rejected_object_stops_no_other(status: int, fallback: Mapping[str, Any] | None) -> None:
+    cluster = RefusingCluster(status)
+    actions = Apply(SAME, True, "missing", fallback), Apply(ANYWHERE, True, "missing")
+    result = await make_executor(cluster).execute(a_deployment(), actions)
+    assert cluster.applied == [ANYWHERE]
+    assert result.done == actions[1:]
+    assert [(one.action, getattr(one.error, "status", None)) for one in result.rejections] == [(actions[0], status)]
+
+
+@pytest.mark.parametrize("status", [401, 429, 503])
+async def test_unavailable_api_server_is_raised(status: int) -> None:
     cluster = RefusingCluster(status)
     with pytest.raises(ApiException):
-        await make_executor(cluster).execute(a_deployment(), (Apply(SAME, True, "missing", fallback),))
+        await make_executor(cluster).execute(a_deployment(), (Apply(SAME, True, "missing", ANYWHERE),))
     assert cluster.applied == []

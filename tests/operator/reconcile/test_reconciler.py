@@ -28,7 +28,7 @@ from trimtab_operator.planning.idle import IDLE_RECONCILE_SECONDS, IdleState
 from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile
 from trimtab_operator.planning.snapshot import ClusterSnapshot
 from trimtab_operator.reconcile import reconciler as reconciler_module
-from trimtab_operator.reconcile.executor import ApplyResult, Executor
+from trimtab_operator.reconcile.executor import ExecutionResult, Executor
 from trimtab_operator.reconcile.health import Heartbeats
 from trimtab_operator.reconcile.observer import ClusterObserver, Key
 from trimtab_operator.reconcile.priority_limiter import PriorityLimiter, Slot
@@ -361,12 +361,14 @@ async def test_edit_during_apply_keeps_slot() -> None:
     loop, door = a_loop(cluster), asyncio.Event()
 
     class EditedMeanwhile(Executor):
-        async def apply(self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: EnginePoller) -> ApplyResult:
+        async def apply(
+            self, snapshot: ClusterSnapshot, plan: ReconcilePlan, engines: EnginePoller, before: ExecutionResult
+        ) -> ExecutionResult:
             cache.apply_event(store, "MODIFIED", a_body(KEY.name, 3, version=2))
-            return await like.executor.apply(snapshot, plan, engines)
+            return await like.executor.apply(snapshot, plan, engines, before)
 
-        async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> None:
-            await like.executor.persist_state(snapshot, plan)
+        async def persist_state(self, snapshot: ClusterSnapshot, plan: ReconcilePlan) -> ExecutionResult:
+            return await like.executor.persist_state(snapshot, plan)
 
     class Sees(ClusterObserver):
         def pending_generation(self, key: Key) -> int | None:
@@ -559,7 +561,7 @@ async def test_running_engines_ignore_new_model_facts_job() -> None:
     cluster.refuses = ("Job",)
     del cluster.objects["StatefulSet", "m-g0"]
     await reconciler.guarded_tick(loop)
-    assert loop.failures == 1
+    assert loop.num_rejected_ticks == 1
     assert [name for kind, name in cluster.objects if kind == "StatefulSet"] == ["m-g1"]
 
 
