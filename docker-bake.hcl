@@ -20,11 +20,11 @@ function "image" {
 }
 
 group "default" {
-  targets = ["operator", "engine-cpu"]
+  targets = ["operator", "router", "engine-cpu"]
 }
 
 group "all" {
-  targets = ["operator", "engine-cpu", "engine-cuda"]
+  targets = ["operator", "router", "engine-cpu", "engine-cuda"]
 }
 
 target "common" {
@@ -39,6 +39,12 @@ target "operator" {
   inherits   = ["common"]
   dockerfile = "images/operator/Dockerfile"
   tags       = [image("trimtab-operator", "")]
+}
+
+target "router" {
+  inherits   = ["common"]
+  dockerfile = "images/router/Dockerfile"
+  tags       = [image("trimtab-router", "")]
 }
 
 target "engine-cpu" {

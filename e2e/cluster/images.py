@@ -1,4 +1,4 @@
-"""The images of engine, operator and model, tagged with a hash of their contents and built only if missing.
+"""The images of engine, operator, router and model, tagged with a hash of their contents and built only if missing.
 
 Each consists of two images: third-party packages (minutes, rarely rebuilt; see offline/images.py) and on top the
 project's code (seconds, often rebuilt).
@@ -23,7 +23,7 @@ from offline import images as offline_images
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 RECIPES = REPOSITORY / "images"
-NAMES = ("engine", "operator", "model")
+NAMES = ("engine", "operator", "router", "model")
 FOR_STORIES = ("prometheus",)
 COMPILED = Path("trimtab_kernels/native/compiled")  # rebuilt from the copied sources
 KEPT_TAGS = 3  # newest tags kept per image, so that switching between checkouts rebuilds nothing
@@ -42,19 +42,31 @@ class Product:
 
 ENGINE_IMPORTS = (
     "torch transformers.models.auto.tokenization_auto tokenizers safetensors.torch gguf fastapi uvicorn uvloop zmq "
-    "msgspec jinja2 prometheus_client httpx botocore.session"
+    "msgspec xxhash jinja2 prometheus_client httpx botocore.session"
 )
+ROUTER_IMPORTS = "aiohttp httptools msgspec orjson prometheus_client uvloop xxhash"
 OPERATOR_IMPORTS = "kopf kubernetes.aio prometheus_client httpx pydantic cryptography typer rich"
 PRODUCTS = {
     product.name: product
     for product in (
         Product(
             "engine",
-            ("engine-image/trimtab_engine", "kernels/trimtab_kernels", "modelspec/trimtab_modelspec"),
+            (
+                "engine-image/trimtab_engine",
+                "kernels/trimtab_kernels",
+                "modelspec/trimtab_modelspec",
+                "router/trimtab_router",
+            ),
             ENGINE_IMPORTS,
             110.0,
         ),
-        Product("operator", ("operator/trimtab_operator", "modelspec/trimtab_modelspec"), OPERATOR_IMPORTS, 45.0),
+        Product(
+            "operator",
+            ("operator/trimtab_operator", "modelspec/trimtab_modelspec", "router/trimtab_router"),
+            OPERATOR_IMPORTS,
+            45.0,
+        ),
+        Product("router", ("router/trimtab_router",), ROUTER_IMPORTS, 15.0),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Several worker processes of one router, and what they share: state token, drain, demand, metrics.
+"""Several worker processes of one router, with a common state token, drain, demand and metrics.
 
 Workers accept connections of the same port (SO_REUSEPORT) and route independently. The first one owns the admin port;
 a socket pair connects it with each other worker. Messages are JSON objects, one a line.

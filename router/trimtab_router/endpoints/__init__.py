@@ -1,1 +1,1 @@
-"""Where replicas come from: EndpointSlices of a Service, or a fixed list."""
+"""Sources of replicas: EndpointSlices of a Service, or a fixed list."""

@@ -145,7 +145,7 @@ class Dispatcher:
         return bool(self.registry.replicas(monotonic()))
 
     def replicas(self) -> list[ReplicaConnections]:
-        """Return all known replicas, also those that are not ready."""
+        """Return all known replicas, including replicas that are not ready."""
         return list(self._replicas.values())
 
     # --- holding --------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class RequestParser:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            upgrade = True  # the request is answered as if it had not asked for another protocol
+            upgrade = True  # answered as a request without Upgrade
         except httptools.HttpParserInvalidMethodError:
             raise HttpError(501, "the method is not supported; use GET, HEAD or POST") from None
         except httptools.HttpParserError as error:

@@ -1,4 +1,4 @@
-"""How the router treats each path of the engine's API."""
+"""Treatment of each path of the engine's API."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._fail("invalid response head")
                 return b""
             head = self._parser.head()
-            if 100 <= head.status < 200 and head.status != 101:  # interim; the router asked for none
+            if 100 <= head.status < 200 and head.status != 101:  # an interim response, which no client expects
                 self._parser = type(self._parser)()
                 self._decoder = self._parser if isinstance(self._parser, DecodingResponseParser) else None
                 self._buffer = rest
