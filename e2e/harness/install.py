@@ -38,6 +38,7 @@ class Installation:
         return {
             **image_values("image", self.images.operator),
             **image_values("engine.image", self.images.model),
+            **image_values("router.image", self.images.router),
             **values,
         }
 

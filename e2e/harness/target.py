@@ -27,6 +27,7 @@ class Images:
 
     operator: str
     model: str
+    router: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +57,18 @@ def connect() -> Target:
 
 
 def images_in_cluster() -> Images:
-    """Build missing images and load them into the nodes. TRIMTAB_IMAGES="OPERATOR MODEL" selects existing ones."""
+    """Build missing images and load them into the nodes.
+
+    TRIMTAB_IMAGES="OPERATOR MODEL ROUTER" selects existing ones.
+    """
     given = os.environ.get("TRIMTAB_IMAGES", "").split()
     if given:
         return Images(*given)
-    log_line("images: operator and model (built once, then from the cache)")
-    built = json.loads(_tool("images", "-o", "json", "operator", "model"))
+    log_line("images: operator, model and router (built once, then from the cache)")
+    names = ("operator", "model", "router")
+    built = json.loads(_tool("images", "-o", "json", *names))
     log_line("images: loading into the cluster")
-    operator, model = _tool("load", built["operator"], built["model"]).split()
-    return Images(operator, model)
+    return Images(*_tool("load", *(built[name] for name in names)).split())
 
 
 def prometheus_in_cluster() -> str:

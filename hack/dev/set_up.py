@@ -10,7 +10,7 @@ from devtools import docker_cli, model, native_operators, python_environment
 from devtools.progress import in_parallel
 
 PARTS = ("python", "model", "cluster", "images", "prometheus")
-IMAGES = ("operator", "model")  # the model image contains the engine
+IMAGES = ("operator", "router", "model")  # the model image contains the engine
 
 
 def ensure(parts: frozenset[str], bring_up: Callable[[], object]) -> None:

@@ -75,7 +75,12 @@ def router_args(deployment: InferenceDeployment, router: Router, *, admin_token:
         "--drain-timeout": f"{router_drain_seconds(deployment, router):g}",
     }
     priorities = [f"--priority={priority.name}={priority.value}" for priority in router.priorities]
-    return [*as_arguments(flags), *priorities]
+    keys = [
+        f"--key-priority={digest}={priority.name}"
+        for priority in router.priorities
+        for digest in priority.api_key_sha256s
+    ]
+    return [*as_arguments(flags), *priorities, *keys]
 
 
 def _pod_spec(deployment: InferenceDeployment, router: Router, *, image: str, admin_token: str) -> dict[str, Any]:

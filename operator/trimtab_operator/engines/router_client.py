@@ -23,6 +23,8 @@ from trimtab_operator.observed.router import RouterReport, RouterTarget
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 10.0  # a third of observed.router.FRESH_SECONDS, so that one lost response does not matter
+HELD_WAIT_SECONDS = 1.0  # while requests wait for the first replica: their number decides how many start
+NO_SEQUENCE = -1  # answered at once
 TIMEOUT_MARGIN_SECONDS = 5.0  # after the wait, until the router counts as silent
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0)  # between failing requests
 MIN_INTERVAL_SECONDS = 0.1  # between two responses: a router with a stream of held requests answers each at once
@@ -137,14 +139,14 @@ class RouterPoller:
     async def _poll(self, target: RouterTarget, tokens: Tokens) -> None:
         client = RouterClient(self._http, pod_url(target.address, target.port), _token_for(target, tokens))
         former = None if tokens.former is None else state_token(tokens.former)
-        failures, since, has_token = 0, 0, False
+        failures, since, has_token = 0, NO_SEQUENCE, False
         while True:
             found: _Demand | Unreachable | None = None
             try:
                 if not has_token and self._may_write():
                     refused = await client.put_state_token(state_token(tokens.present), former)
                     has_token = refused is None
-                found = await client.demand(since, self._wait_seconds)
+                found = await client.demand(since, self._wait_for(target))
             except Exception:  # a response of a pod must not end its polls
                 logger.exception("a router's response could not be processed", extra={"pod": target.pod})
             if isinstance(found, _Demand):
@@ -154,9 +156,14 @@ class RouterPoller:
                 continue
             if failures == 0 and isinstance(found, Unreachable):
                 logger.info("a router does not report its demand", extra={"pod": target.pod, "error": found.message})
-            has_token = False  # it may have restarted
+            since, has_token = NO_SEQUENCE, False  # it may have restarted
             await asyncio.sleep(BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)])
             failures += 1
+
+    def _wait_for(self, target: RouterTarget) -> float:
+        report = self._reports.get(target.instance)
+        is_waited_for = report is not None and report.held > 0 and not self._has_replica
+        return min(HELD_WAIT_SECONDS, self._wait_seconds) if is_waited_for else self._wait_seconds
 
     def _receive(self, target: RouterTarget, demand: _Demand) -> None:
         before = self._reports.get(target.instance)

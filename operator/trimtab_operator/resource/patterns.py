@@ -14,6 +14,7 @@ FOLDER = r"^/?[A-Za-z0-9_-][A-Za-z0-9._/-]*$"
 SERVED_NAME = r"^[A-Za-z0-9][-A-Za-z0-9_./:]*$"
 REGION = r"^[a-z0-9-]{1,63}$"
 HEADER_NAME = r"^[A-Za-z0-9][A-Za-z0-9-]*$"
+SHA256 = r"^[0-9a-f]{64}$"
 
 EXAMPLES = {
     MODEL_URI: "a model's URI: hf://ORG/NAME, s3://BUCKET/PREFIX, oci://REGISTRY/REPOSITORY:TAG, pvc://CLAIM/FOLDER or "
@@ -24,6 +25,7 @@ EXAMPLES = {
     FOLDER: "a folder such as /models/qwen3-8b",
     REGION: "a region such as eu-central-1",
     HEADER_NAME: "a header name such as x-session-id",
+    SHA256: "64 hexadecimal digits, as `printf %s KEY | sha256sum` prints",
     QUANTITY: "a quantity such as 200Gi, 1500Mi or 2G",
     DURATION: "a duration such as 90s, 5m, 1h30m or 250ms",
     FINE_DURATION: "a duration such as 125us or 2ms",

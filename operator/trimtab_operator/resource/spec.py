@@ -32,6 +32,7 @@ from trimtab_operator.resource.patterns import (
     QUANTITY,
     REGION,
     SERVED_NAME,
+    SHA256,
 )
 from trimtab_operator.resource.schema_errors import schema_errors
 
@@ -580,11 +581,21 @@ class Metrics(Model):
 class RouterPriority(Model):
     """One priority of requests."""
 
-    name: str = Field(pattern=DNS_LABEL, max_length=63, description="Name that a request sends in the priority header.")
+    name: str = Field(
+        pattern=DNS_LABEL,
+        max_length=63,
+        description="Name that a request sends in the priority header. `default` applies to requests without one.",
+    )
     value: int = Field(
         ge=-1000,
         le=1000,
-        description="Requests with a higher value are dispatched first. Requests without a priority have 0.",
+        description="Waiting requests with a higher value are dispatched first. Without a priority `default`: 0.",
+    )
+    api_key_sha256s: tuple[Annotated[str, Field(pattern=SHA256, max_length=64)], ...] = Field(
+        default=(),
+        max_length=64,
+        alias="apiKeySHA256s",
+        description="SHA-256 of API keys, in hexadecimal digits: their requests have this priority.",
     )
 
 
@@ -616,7 +627,7 @@ class Router(Model):
         ge=1,
         le=1000000,
         description="Maximum number of waiting requests of one router pod; further requests are rejected with 429. "
-        "Default: the router's.",
+        "Default: 10000.",
     )
     priorities: tuple[RouterPriority, ...] = Field(
         default=(),
@@ -635,7 +646,8 @@ class Router(Model):
     )
     tenant_header: HeaderName | None = Field(
         default=None,
-        description="Header that identifies the tenant; waiting tenants get equal shares. Default: x-tenant-id.",
+        description="Header that identifies the tenant; waiting tenants get equal shares. Default: x-trimtab-tenant. "
+        "Without trustHeaders tenants are API keys.",
     )
     trust_headers: bool = Field(
         default=False,

@@ -115,6 +115,9 @@ def validate_router(deployment: InferenceDeployment) -> Iterator[ValidationError
     names = [priority.name for priority in router.priorities]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ValidationError("spec.router.priorities", f"{name} is listed more than once; remove all but one")
+    keys = [digest for priority in router.priorities for digest in priority.api_key_sha256s]
+    for digest in sorted({digest for digest in keys if keys.count(digest) > 1}):
+        yield ValidationError("spec.router.priorities", f"API key {digest[:8]}… has two priorities; remove one")
     headers = {
         "priorityHeader": router.priority_header,
         "sessionHeader": router.session_header,

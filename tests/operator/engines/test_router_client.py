@@ -146,6 +146,14 @@ async def test_restarted_router_gets_the_state_token_again(monkeypatch: pytest.M
         await until(lambda: len(router.pushed) > 1)
 
 
+async def test_waiting_requests_are_counted_each_second_without_a_replica() -> None:
+    router = FakeRouter(held=1)
+    async with router.serve() as target, polling(wait_seconds=30.0) as poller:
+        await until(lambda: bool(poller.follow([target], TOKENS, has_replica=False)))
+        router.held = 500  # more requests do not change the sequence
+        await until(lambda: poller.follow([target], TOKENS, has_replica=False)[target.instance].held == 500)
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"[]", b'{"sequence": -1, "held": 0, "in_flight": 0, "arrived": 0}', b'{"held": 1}', b"x" * (1 << 17)],

@@ -161,7 +161,10 @@ def test_router_deployment_follows_the_spec() -> None:
         "maxHeldRequests": 50,
         "sessionHeader": "x-chat",
         "trustHeaders": True,
-        "priorities": [{"name": "interactive", "value": 10}, {"name": "batch", "value": -5}],
+        "priorities": [
+            {"name": "interactive", "value": 10},
+            {"name": "batch", "value": -5, "apiKeySHA256s": ["a" * 64]},
+        ],
         "resources": {"limits": {"memory": "1Gi"}},
     }
     objectives = {"itl": {"target": "50ms"}}
@@ -182,6 +185,7 @@ def test_router_deployment_follows_the_spec() -> None:
         "--drain-timeout=160",
         "--priority=interactive=10",
         "--priority=batch=-5",
+        f"--key-priority={'a' * 64}=batch",
     }
 
 
