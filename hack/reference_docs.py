@@ -14,7 +14,7 @@ from typing import Any
 import typer.main
 import yaml
 from trimtab_engine import cli as engine_cli
-from trimtab_engine.flags.parser import UnsupportedFlag
+from trimtab_engine.flags.vllm import OtherFlag, vllm_flags
 from trimtab_operator.builders import record
 from trimtab_operator.cli import operator_command, trimtab_command
 from trimtab_operator.resource import crd
@@ -157,7 +157,12 @@ def engine_page() -> str:
             lines += [f"### {name}: {group.title}", "", *table("flag", "description")]
             lines += [row(f"`{spelling(action)}`", sentence(help_of(parser, action))) for action in actions]
             lines.append("")
-    return "\n".join(lines)
+    lines += ["## vLLM's other flags", "", VLLM_FLAGS, "", *table("flag", "effect")]
+    for entry in sorted(vllm_flags(), key=lambda entry: entry.names):
+        values = f" other than {' or '.join(f'`{v}`' for v in entry.harmless)}" if entry.harmless else ""
+        effect = f"none: {entry.reason}" if entry.is_ignored else f"rejected{values}; {entry.reason}"
+        lines.append(row(", ".join(f"`{name}`" for name in entry.names), effect))
+    return "\n".join(lines) + "\n"
 
 
 def engine_flags() -> str:
@@ -172,7 +177,9 @@ def engine_flags() -> str:
         kind = VALUE_KINDS.get(getattr(action.type, "__name__", ""))
         entry |= {"kind": kind} if kind else {}
         entry |= {"choices": [str(choice) for choice in action.choices]} if action.choices else {}
-        entry |= {"supported": False} if isinstance(action, UnsupportedFlag) else {}
+        if isinstance(action, OtherFlag):
+            treatment = "ignored" if action.entry.is_ignored else "rejected"
+            entry |= {treatment: action.entry.reason, "harmless": action.entry.harmless}
         entries.append(entry)
     lines = ",\n".join(json.dumps(entry) for entry in sorted(entries, key=lambda entry: str(entry["names"][0])))
     return f"[\n{lines}\n]\n"
@@ -308,6 +315,10 @@ def llms_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+VLLM_FLAGS = (
+    "`serve` knows the flags of vLLM's parser that it does not have. Some have no effect, which it logs; others are "
+    "rejected, all of them in one message. Underscores in flags are read as dashes."
+)
 VALUE_KINDS = {
     **dict.fromkeys(("int", "positive", "not_negative", "port", "threads", "api_servers"), "integer"),
     **dict.fromkeys(("float", "seconds", "fraction"), "number"),

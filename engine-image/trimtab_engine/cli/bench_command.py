@@ -9,6 +9,7 @@ from trimtab_engine.cli import bench_serve_arguments
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.flags import parser as types
 from trimtab_engine.flags.engine import add_engine_flags
+from trimtab_engine.flags.vllm import add_vllm_flags
 
 LATENCY_EXAMPLES = """examples:
   one request at a time, 32 tokens in and 128 out:
@@ -97,6 +98,7 @@ def _add_common(group: Any) -> None:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the engine flags of serve; flags that only the server uses keep their defaults."""
     add_engine_flags(parser)
+    add_vllm_flags(parser)
     flags = {action.dest for action in parser._actions}
     fields = [field for field in msgspec.structs.fields(EngineConfig) if field.name not in flags]
     parser.set_defaults(**{field.name: field.default for field in fields if field.default is not msgspec.NODEFAULT})

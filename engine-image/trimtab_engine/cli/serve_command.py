@@ -63,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # so that the last log line is the reason of an exit
+    for message in getattr(arguments, "ignored_flags", ()):
+        logging.getLogger("trimtab_engine").warning(message)
     arguments, fetched = _with_model(arguments)
     try:
         return _serve(arguments, None if fetched is None else fetched.downloaded)

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from trimtab_engine.config.auto_block_size import auto_block_size
 from trimtab_engine.config.engine import BLOCK_SIZES, EngineConfig, first_visible_gpu
@@ -17,11 +17,11 @@ from trimtab_engine.flags.parallel import add_parallel_flags, parallel_fields
 from trimtab_engine.flags.pooling import add_pooling_flags, pooling_fields
 from trimtab_engine.flags.sources import add_source_flags
 from trimtab_engine.flags.speculation import add_speculative_flags, speculative_fields
-from trimtab_engine.flags.unsupported import add_unsupported_flags
 from trimtab_engine.models.registry import longest_request, open_model, takes_images, takes_images_on_cuda
 from trimtab_engine.sources.name import SCHEMES
 from trimtab_engine.weights.open import not_loaded_from
 
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LARGE_GPU_BYTES = 70 << 30  # vLLM's larger defaults apply from this size
 DEFAULT_LIMITS = {"cpu": (128, 2048), "cuda": (256, 2048), "large": (1024, 8192)}
 """Default (max_num_seqs, max_num_batched_tokens) by device class."""
@@ -45,7 +45,6 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="directory for Chrome traces; enables POST /start_profile and /stop_profile on the admin port (default: "
         "off)",
     )
-    add_unsupported_flags(parser)
 
 
 def _add_model_flags(group: Any) -> None:
@@ -65,16 +64,18 @@ def _add_model_flags(group: Any) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=("auto", "float32", "bfloat16", "float16", *DTYPE_ALIASES),
         default="auto",
-        help="dtype of weights and activations; auto: float32 on the CPU, the checkpoint's on CUDA (default: auto)",
+        help="dtype of weights and activations; auto: float32 on the CPU, the checkpoint's on CUDA; half and float: "
+        "float16 and float32 (default: auto)",
     )
     group.add_argument(
         "--quantization",
         "-q",
         type=types.quantization,
         metavar="METHOD",
-        help="quantization method; fp8: quantize the layers' projections while loading (default: the checkpoint's)",
+        help="quantization method; fp8: quantize the layers' projections while loading; the checkpoint's own method is "
+        "accepted (default: the checkpoint's)",
     )
     group.add_argument(
         "--max-model-len",
@@ -112,6 +113,7 @@ def _add_device_flags(group: Any) -> None:
     )
     group.add_argument(
         "--gpu-memory-utilization",
+        "--device-memory-utilization",
         default="0.9",
         metavar="FRACTION",
         help="fraction of device memory to use; live (default: 0.9)",
@@ -213,13 +215,13 @@ def engine_config(
         model=model,
         tokenizer=arguments.tokenizer,
         load_format=arguments.load_format,
-        dtype=arguments.dtype,
+        dtype=DTYPE_ALIASES.get(arguments.dtype, arguments.dtype),
         device="cuda" if kind == "cuda" else "cpu",
         device_memory_bytes=arguments.device_memory_bytes,
         cpu_threads=arguments.cpu_threads,
         max_model_len=arguments.max_model_len,
         kv_cache_dtype=arguments.kv_cache_dtype,
-        quantization=arguments.quantization,
+        quantization=_quantization(arguments, model),
         block_size=_block_size(arguments, model, num_seqs),
         gpu_memory_utilization=utilization,
         gpu_memory_utilization_cap=arguments.gpu_memory_utilization_cap or utilization,
@@ -242,6 +244,22 @@ def engine_config(
         **media_fields(arguments, takes_images=takes_images(model), is_built=sees_built),
         profiler_dir=arguments.profiler_dir,
     )
+
+
+def _quantization(arguments: argparse.Namespace, model: str) -> Literal["fp8"] | None:
+    """Return the method to quantize with while loading. None if the flag names the method of the checkpoint.
+
+    Raises:
+        ConfigError: The checkpoint is stored in another method.
+    """
+    method = arguments.quantization
+    if method is None or method == "fp8":
+        return method  # type: ignore[no-any-return]
+    scheme = open_model(model, arguments.load_format).config.get("quantization_config")
+    stored = "gguf" if model.endswith(".gguf") else scheme.get("quant_method") if isinstance(scheme, Mapping) else None
+    if stored != types.STORED_METHODS[method]:
+        raise ConfigError(f"--quantization {method}: the checkpoint is {stored or 'not quantized'}; remove the flag")
+    return None
 
 
 def _limits(arguments: argparse.Namespace, defaults: tuple[int, int]) -> tuple[int, int]:

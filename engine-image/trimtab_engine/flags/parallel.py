@@ -69,12 +69,14 @@ def add_parallel_flags(group: Any) -> None:
     )
     group.add_argument(
         "--nnodes",
+        "-n",
         type=types.positive,
         metavar="N",
         help="number of nodes that share the ranks of one engine, or the engines of data parallelism (default: 1)",
     )
     group.add_argument(
         "--node-rank",
+        "-r",
         type=node_rank,
         metavar="N",
         help="rank of this node; 0 serves the API, others only compute; auto: 1 + the number at the end of the "
@@ -112,6 +114,7 @@ def add_parallel_flags(group: Any) -> None:
     group.add_argument(
         "--data-parallel-rank",
         "-dpr",
+        "-dpn",
         type=types.not_negative,
         metavar="N",
         help="rank of the only engine core of this server, of --data-parallel-size; the other ranks have separate "

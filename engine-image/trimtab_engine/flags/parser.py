@@ -19,6 +19,7 @@ from trimtab_engine.errors import NotSupportedError
 LENGTH_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 """Multipliers of vLLM's length suffixes: lower case is decimal, upper case is binary."""
 MAX_INT64 = 2**63 - 1
+MIN_FLAG_SIMILARITY = 0.8
 MIN_CHOICE_SIMILARITY = 0.7  # for choices; higher than for flags, so that gpu does not suggest cpu
 
 
@@ -39,10 +40,6 @@ class OneLineParser(argparse.ArgumentParser):
         sys.exit(2)
 
     def _hint(self, message: str) -> str:
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        if unknown:
-            close = self.nearest_flag(unknown.group(1))
-            return f"; did you mean {close}?" if close else ""
         command = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if command:
             names = re.findall(r"[\w.-]+", command.group(2))
@@ -55,14 +52,27 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         """Parse as argparse does, but report an unknown flag through the subcommand that received it.
 
-        argparse reports it through the outermost parser, whose --help does not list the subcommand's flags.
+        argparse reports it through the outermost parser, whose --help does not list the subcommand's flags. Rejected
+        and unknown flags are reported together. As in vLLM, underscores in flags are dashes.
         """
-        given = sys.argv[1:] if args is None else list(args)
+        given = [_with_dashes(text) for text in (sys.argv[1:] if args is None else args)]
         parsed: argparse.Namespace
         parsed, rest = self.parse_known_args(given, namespace)
+        command = self._innermost_command(given)
+        problems = list(getattr(parsed, "rejected_flags", ()))
         if rest:
-            self._innermost_command(given).error(f"unrecognized arguments: {' '.join(rest)}")
+            problems.append(f"unrecognized arguments: {' '.join(rest)}{command._suggestions(rest)}")
+        if problems:
+            command.error("; ".join(problems))
         return parsed
+
+    def _suggestions(self, unknown: Sequence[str]) -> str:
+        """Return `; did you mean …?` for the unknown flags that resemble known ones."""
+        names = [text.partition("=")[0] for text in unknown if text.startswith("--")]
+        close = [(name, flag) for name in names if (flag := self.nearest_flag(name))]
+        if len(names) == 1 and close:
+            return f"; did you mean {close[0][1]}?"
+        return "".join(f"; did you mean {flag} for {name}?" for name, flag in close)
 
     def _innermost_command(self, arguments: Sequence[str]) -> "OneLineParser":
         """Return the parser of the innermost command in these arguments."""
@@ -87,10 +97,12 @@ class OneLineParser(argparse.ArgumentParser):
         return self._option_string_actions[flag.partition("=")[0]].dest
 
     def nearest_flag(self, flag: str) -> str | None:
-        """Return the most similar flag, or None if none is close or the closest is not supported."""
+        """Return the most similar flag, or None if none is close, or the closest is not supported or the opposite."""
         known = dict(self._flags())
-        close = next(iter(difflib.get_close_matches(flag, known, n=1)), None)
-        return None if close is None or isinstance(known[close], UnsupportedFlag) else close
+        close = next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=MIN_FLAG_SIMILARITY)), None)
+        if close is None or isinstance(known[close], UnsupportedFlag) or _turns_off(close) != _turns_off(flag):
+            return None
+        return close
 
     def all_flags(self) -> list[str]:
         """Return every long flag of this command and of its subcommands."""
@@ -106,6 +118,24 @@ class OneLineParser(argparse.ArgumentParser):
                     yield from child._flags()
 
 
+def _with_dashes(argument: str) -> str:
+    """Return an argument with dashes in its flag: --max_num_seqs=4 → --max-num-seqs=4."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return f"{flag.replace('_', '-')}{equals}{value}"
+
+
+def _turns_off(flag: str) -> bool:
+    return flag.startswith(("--no-", "--disable-"))
+
+
+STORED_METHODS = {
+    **{method: method for method in ("awq", "gptq", "compressed-tensors", "modelopt", "mxfp4", "gguf")},
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+}
+"""vLLM's --quantization for methods that a checkpoint is stored in, and quant_method of such a checkpoint."""
 MAX_THREADS = 4096  # more than any machine needs; OpenMP crashes if it cannot start the requested threads
 MAX_API_SERVERS = 64  # processes, each with its own tokenizer
 
@@ -198,7 +228,8 @@ def kv_cache_dtype(text: str) -> str:
 
 def quantization(text: str) -> str:
     try:
-        check_method(text)
+        if text not in STORED_METHODS:
+            check_method(text)
     except NotSupportedError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--quantization ")) from None
     return text

@@ -7,6 +7,7 @@ from trimtab_engine.flags import parser as types
 from trimtab_engine.flags.engine import add_engine_flags
 from trimtab_engine.flags.live import add_log_flags, add_queue_flags
 from trimtab_engine.flags.media import add_media_source_flags
+from trimtab_engine.flags.vllm import add_vllm_flags
 
 SERVER_GROUPS = ("server", "admin API")
 """Groups of --help with server flags, which do not apply to an in-process engine."""
@@ -25,6 +26,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     server, admin = (parser.add_argument_group(title) for title in SERVER_GROUPS)
     _add_server_flags(server)
     _add_admin_flags(admin)
+    add_vllm_flags(parser)
 
 
 def _add_server_flags(group: Any) -> None:

@@ -32,6 +32,7 @@ HELP = {
 def add_speculative_flags(group: Any) -> None:
     group.add_argument(
         FLAG,
+        "-sc",
         metavar="JSON",
         help='options as JSON: {"method": "ngram", "num_speculative_tokens": 4} (default: none); single fields can '
         f"be set as {FLAG}.method ngram",

@@ -17,7 +17,7 @@ from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.limits import cap_findings
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import KIND, REPLICAS_IGNORED, InferenceDeployment
-from trimtab_operator.validation.engine_flags import unknown_flag_warning
+from trimtab_operator.validation.engine_flags import argument_warnings
 from trimtab_operator.validation.rules import validation_errors
 
 MAX_WARNING = 256  # characters: API servers truncate longer ones, and kubectl prints each on one line
@@ -87,11 +87,10 @@ def warnings_of(
     """Return warnings about a valid spec that may not do what was intended. `old` is the resource before an edit."""
     found = (
         too_few_gpus(deployment, known.nodes),
-        unknown_flag_warning(deployment),
         _scaling_mode_warning(deployment),
         _replica_jump_warning(deployment, old or {}),
     )
-    return [warning for warning in found if warning is not None]
+    return [*argument_warnings(deployment), *(warning for warning in found if warning is not None)]
 
 
 def review(

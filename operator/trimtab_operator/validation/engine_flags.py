@@ -29,8 +29,12 @@ class EngineFlag:
     kind: str = "string"
     """string, integer or number."""
     choices: tuple[str, ...] = ()
-    supported: bool = True
-    """False for flags of vLLM that the engine rejects by name."""
+    ignored: str = ""
+    """Why a flag of vLLM has no effect."""
+    rejected: str = ""
+    """What to do instead of a flag of vLLM that the engine rejects."""
+    harmless: tuple[str, ...] = ()
+    """Values with which a rejected flag is accepted."""
 
 
 @cache
@@ -43,7 +47,9 @@ def engine_flags() -> dict[str, EngineFlag]:
             value=entry["value"],
             kind=entry.get("kind", "string"),
             choices=tuple(entry.get("choices", ())),
-            supported=entry.get("supported", True),
+            ignored=entry.get("ignored", ""),
+            rejected=entry.get("rejected", ""),
+            harmless=tuple(entry.get("harmless", ())),
         )
         for entry in entries
     ]
@@ -83,8 +89,9 @@ def flag_errors(args: Sequence[str]) -> Iterator[tuple[int, str]]:
             while most > 0 and index < len(args) and not _is_flag(args[index]):
                 values.append(args[index])
                 index, most = index + 1, most - 1
-        if not flag.supported:
-            yield at, f"{name} is not supported by the engine; remove it"
+        if flag.rejected:
+            if not (values[0] in flag.harmless if values else name.startswith("--no-")):
+                yield at, f"{name} is not supported by the engine; {flag.rejected}"
         elif not values and flag.value in ("one", "many"):
             yield at, f"{name} needs a value; write {name}=VALUE"
         else:
@@ -93,19 +100,22 @@ def flag_errors(args: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 def suggestion(name: str) -> str:
     """Return `; did you mean …?` with the most similar flag, or where the flags are listed."""
-    known = [flag for flag in engine_flags() if flag.startswith("--") and engine_flags()[flag].supported]
-    close = difflib.get_close_matches(name, known, n=1)
+    flags = engine_flags()
+    known = [each for each, flag in flags.items() if each.startswith("--") and not flag.ignored + flag.rejected]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"; did you mean {close[0]}?" if close else "; `trimtab-engine serve --help` lists the flags"
 
 
-def unknown_flag_warning(deployment: InferenceDeployment) -> str | None:
-    """Return a warning if an own engine image gets flags that this version's engine does not have; None otherwise."""
-    if deployment.spec.runtime.image is None:
-        return None
-    errors = [f"spec.runtime.args[{index}]: {message}" for index, message in flag_errors(deployment.spec.runtime.args)]
-    if not errors:
-        return None
-    return f"the engine of this version would not start: {'; '.join(errors)}"
+def argument_warnings(deployment: InferenceDeployment) -> Iterator[str]:
+    """Yield warnings about flags without effect, and about flags that an own engine image may not have."""
+    args = deployment.spec.runtime.args
+    for index, argument in enumerate(args):
+        flag = engine_flags().get(spelled(argument))
+        if flag is not None and flag.ignored:
+            yield f"spec.runtime.args[{index}]: {spelled(argument)} has no effect: {flag.ignored}"
+    if deployment.spec.runtime.image is not None:
+        for index, message in flag_errors(args):
+            yield f"spec.runtime.args[{index}]: the engine of this version rejects it: {message}"
 
 
 def _is_flag(argument: str) -> bool:

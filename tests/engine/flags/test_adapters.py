@@ -134,4 +134,4 @@ def test_serve_rejects_adapters_before_start(
 def test_unsupported_vllm_lora_flag_is_rejected(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_of("--enable-lora", flag)
-    assert f"{flag} is not supported yet" in capsys.readouterr().err
+    assert f"{flag} is not supported" in capsys.readouterr().err

@@ -195,7 +195,7 @@ def test_use_after_shutdown_raises_engine_dead(tiny_model: Path) -> None:
 
 
 def test_invalid_keyword_is_rejected_before_loading() -> None:
-    with pytest.raises(ConfigError, match="fully_sharded_loras is not supported yet"):
+    with pytest.raises(ConfigError, match="fully_sharded_loras is not supported; remove it"):
         LLM("/nowhere", fully_sharded_loras=True)
     with pytest.raises(ConfigError, match="cudagraph_mode"):
         LLM("/nowhere", compilation_config={"cudagraph_mode": "FULL"})

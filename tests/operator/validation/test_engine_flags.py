@@ -10,7 +10,7 @@ from trimtab_operator.validation.engine_flags import engine_flags, flag_errors
 
 REJECTED = [
     (["--enable-auto-tool-choise"], "did you mean --enable-auto-tool-choice?"),
-    (["--trust-remote-code"], "not supported by the engine"),
+    (["--middleware=a.b"], "not supported by the engine"),
     (["--seed"], "needs a value"),
     (["--seed", "--enable-log-requests"], "needs a value"),
     (["--seed=x"], "not an integer"),
@@ -81,6 +81,13 @@ def test_unknown_flag_with_an_own_image_is_a_warning() -> None:
     assert validation_messages(resource, default_image=None) == []
     warnings = warnings_of(InferenceDeployment.parse(resource, default_image=None))
     assert any("--from-the-future is not a flag of the engine" in warning for warning in warnings)
+
+
+def test_flag_without_effect_is_a_warning() -> None:
+    resource = body(["--trust-remote-code", "--attention-backend", "FLASHINFER"])
+    assert validation_messages(resource, default_image="engine:1") == []
+    warnings = warnings_of(InferenceDeployment.parse(resource, default_image="engine:1"))
+    assert [warning.partition(":")[0] for warning in warnings] == ["spec.runtime.args[0]", "spec.runtime.args[1]"]
 
 
 def test_every_flag_of_the_engine_is_known_in_each_spelling() -> None:
