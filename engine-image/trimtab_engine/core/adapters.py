@@ -75,6 +75,17 @@ class AdapterRegistry:
         logger.info("adapter %s: unloaded", name)
         self.sweep()
 
+    def drop_lost(self) -> list[Adapter]:
+        """Stop serving adapters that the runner no longer has. Return them."""
+        slots = {loaded.adapter.slot for loaded in self._runner.adapters}
+        lost = [loaded.adapter for loaded in self._served.values() if loaded.adapter.slot not in slots]
+        for adapter in lost:
+            del self._served[adapter.name]
+            self._parents.pop(adapter.name, None)
+        if lost:
+            self._tell()
+        return lost
+
     def sweep(self) -> None:
         """Forget unloaded adapters that no request uses, so that reloading weights skips them."""
         kept = self._taken()

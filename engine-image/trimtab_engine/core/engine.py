@@ -614,10 +614,25 @@ class Engine:
                     lifecycle.sleep(level, mode)
                 case WakeUp(tags):
                     lifecycle.wake_up(tags)
+                    self._end_without_adapter()
         except LifecycleRejected as refusal:
             return 409, {"message": str(refusal)}
         self._last_report = -REPORT_SECONDS
         return 200, lifecycle.to_json()
+
+    def _end_without_adapter(self) -> None:
+        """End the requests whose adapter could not be read again with the weights."""
+        if not self._lifecycle.has_weights:
+            return
+        lost = set(self._adapters.drop_lost())
+        for request in [*self._scheduler.unfinished(), *self._grammars.waiting_requests()] if lost else ():
+            if request.adapter in lost:
+                self._grammars.forget([request.request_id])
+                self._scheduler.abort([request.request_id])
+                self._announced.discard(request.request_id)
+                error = f"the adapter {request.adapter.name} could not be read when the engine woke up; load it again"
+                reason = RequestStatus.FINISHED_ERROR.value
+                self._ready.append(SequenceOutput(request.request_id, [], reason, error=error, is_engines_fault=True))
 
     def load_adapter(self, call: LoadLora) -> tuple[int, dict[str, Any]]:
         """Serve another adapter, on every rank or on none. Return HTTP status and body. An adapter is a client's input:

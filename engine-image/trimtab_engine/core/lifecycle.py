@@ -12,7 +12,7 @@ from typing import Any
 from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import TrimtabError
 from trimtab_engine.messages.admin import PauseMode
-from trimtab_engine.runner.weights import Weights
+from trimtab_engine.runner.weights import Weights, WeightsUnavailable
 from trimtab_engine.scheduling.scheduler import Scheduler
 
 
@@ -110,8 +110,8 @@ class Lifecycle:
         if "weights" in tags and not self.has_weights:
             try:
                 self.weights.reload_weights()
-            except MemoryError as error:
-                message = f"the device has no memory for the weights: {error}; free some, and wake it up again"
+            except WeightsUnavailable as error:
+                message = f"the weights cannot be loaded: {error}; the engine still sleeps: wake it up again"
                 raise LifecycleRejected(message) from error
             self.has_weights = True
         if "kv_cache" in tags and not self.has_kv_cache:

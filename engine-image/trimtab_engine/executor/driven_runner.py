@@ -19,6 +19,7 @@ from trimtab_engine.executor.messages import (
     Reloaded,
     ReloadWeights,
     Step,
+    UseWeights,
 )
 from trimtab_engine.executor.workers import Workers
 from trimtab_engine.memory.formula import Ledger
@@ -27,6 +28,7 @@ from trimtab_engine.parallel.wave import Wave
 from trimtab_engine.runner.decode_step import DecodeStep
 from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.model_runner import ModelRunner
+from trimtab_engine.runner.weights import WeightsUnavailable
 from trimtab_engine.scheduling.step_inputs import StepInputs, StepShape
 
 
@@ -99,23 +101,28 @@ class DrivenRunner(ModelRunner):
         """Reload the weights on every rank at the same time.
 
         Raises:
-            ModelError: If this rank's source cannot be read, or another rank's failure.
-            MemoryError: If some devices have no room; names the ranks and leaves no weights on any.
+            WeightsUnavailable: If some ranks cannot; names them and leaves no weights on any.
         """
         self.workers.send(ReloadWeights())
-        own: MemoryError | None = None
+        own: WeightsUnavailable | None = None
         try:
-            super().reload_weights()
-        except MemoryError as error:
+            self.read_weights()
+        except WeightsUnavailable as error:
             own = error
-        failures = [f"rank {answer.rank}: {answer.error}" for answer in self.workers.answers(Reloaded) if answer.error]
+        answers = self.workers.answers(Reloaded)
+        failures = [f"rank {answer.rank}: {answer.error}" for answer in answers if answer.error]
         failures += [] if own is None else [f"rank {self.workers.rank}: {own}"]
-        if not failures:
-            return
-        self.workers.send(DropWeights())
-        if own is None:
-            super().drop_weights()
-        raise MemoryError("; ".join(failures))
+        if failures:
+            self.workers.send(DropWeights())
+            if own is None:
+                super().drop_weights()
+            raise WeightsUnavailable("; ".join(failures))
+        own_slots = {each.adapter.slot for each in self.adapters}
+        read = [own_slots, *(set(answer.adapters) for answer in answers)]
+        for slot in own_slots.union(*read) - own_slots.intersection(*read):
+            self.forget_adapter(slot)
+        self.workers.send(UseWeights())
+        self.use_weights()
 
     def load_adapter(self, slot: int, name: str, folder: str) -> bytes:
         """Load the adapter on every rank.

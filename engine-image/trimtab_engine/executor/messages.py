@@ -72,7 +72,11 @@ class DropWeights(msgspec.Struct, tag="drop_weights"):
 
 
 class ReloadWeights(msgspec.Struct, tag="reload_weights"):
-    """Read them again, and answer with Reloaded."""
+    """Read them again, and answer with Reloaded. UseWeights or DropWeights follows."""
+
+
+class UseWeights(msgspec.Struct, tag="use_weights"):
+    """All ranks have read the weights: prepare steps with them."""
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter"):
@@ -120,6 +124,7 @@ ToWorker = (
     | InitSwapSpace
     | SwapBlocks
     | StartSteps
+    | UseWeights
     | DropWeights
     | ReloadWeights
     | LoadAdapter
@@ -182,10 +187,13 @@ class Mapped(msgspec.Struct, tag="mapped"):
 
 
 class Reloaded(msgspec.Struct, tag="reloaded"):
-    """The answer to ReloadWeights. `error`: why this rank could not; then it has none."""
+    """The answer to ReloadWeights. `error`: why this rank could not; then it has none. `adapters`: the slots of the
+    adapters that it has read.
+    """
 
     rank: int
     error: str = ""
+    adapters: list[int] = []
 
 
 class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):

@@ -50,6 +50,7 @@ from trimtab_engine.executor.messages import (
     Stop,
     ToHello,
     ToWorker,
+    UseWeights,
     Welcome,
     WorkerFailed,
     WorkerStart,
@@ -65,6 +66,7 @@ from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.start import start_device_steps
+from trimtab_engine.runner.weights import WeightsUnavailable
 
 OTHERS_FIRST_SECONDS = 2.0  # for the engine core to notice a rank that died before this one
 LINGER_MILLISECONDS = 1000  # for the last message to leave before the process ends
@@ -194,9 +196,11 @@ class Worker:
                         runner.drop_weights()
                     has_weights = False
                 case ReloadWeights():
-                    error = _error_of(runner.reload_weights)
-                    has_weights = not error
-                    self.send(Reloaded(self.rank, error))
+                    answer = self._reload_weights()
+                    has_weights = not answer.error
+                    self.send(answer)
+                case UseWeights():
+                    runner.use_weights()
                 case LoadAdapter():
                     self.send(self._load_adapter(message))
                 case ForgetAdapter():
@@ -205,6 +209,13 @@ class Worker:
                     return
                 case Join():
                     raise AssertionError("the groups are joined once")
+
+    def _reload_weights(self) -> Reloaded:
+        try:
+            self._runner.read_weights()
+        except WeightsUnavailable as error:
+            return Reloaded(self.rank, str(error))
+        return Reloaded(self.rank, adapters=[each.adapter.slot for each in self._runner.adapters])
 
     def _load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
         try:

@@ -15,7 +15,7 @@ import torch
 from trimtab_modelspec.tensors import Tensors
 
 from trimtab_engine.config.adapters import AdapterConfig
-from trimtab_engine.errors import ModelError, NotSupportedError
+from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
 from trimtab_engine.layers.adapted import AdaptedLinear, AdaptedPart, AdapterRows, Factors, StackedAdaptedLinear
 from trimtab_engine.layers.linear import Linear
 from trimtab_engine.layers.quantized import BlockFp8Linear, Projection
@@ -53,6 +53,7 @@ class AdapterSlots:
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._projections: list[AdaptedLinear] = []
         self._loaded: dict[int, LoadedAdapter] = {}
+        self._was_open = False
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
@@ -78,17 +79,32 @@ class AdapterSlots:
             raise NotSupportedError(
                 f"--enable-lora is not supported for {model}: none of its products has room for adapters"
             )
-        before = self._loaded
-        wanted = (
-            [(slot, each.adapter.name, each.folder) for slot, each in before.items()]
-            if before
-            else [(slot, each.name, each.folder) for slot, each in enumerate(self._config.modules)]
-        )
-        self._allocate_slots([folder for _, _, folder in wanted])
-        for slot, name, folder in wanted:
-            digest = self.load(slot, name, folder)
-            if slot in before and digest != before[slot].adapter.digest:
-                raise ModelError(f"adapter {name} ({folder}): is another one than when it was loaded; load it again")
+        if self._was_open:
+            self._reopen()
+            return
+        modules = self._config.modules
+        self._allocate_slots([module.folder for module in modules])
+        for slot, module in enumerate(modules):
+            self.load(slot, module.name, module.folder)
+        self._was_open = True
+
+    def _reopen(self) -> None:
+        """Read the loaded adapters again. Those that cannot be read, or have changed, are dropped: requests that need
+        them end, others go on.
+        """
+        for slot, each in list(self._loaded.items()):
+            try:
+                self._check_unchanged(each)
+            except (ConfigError, OSError) as error:
+                logger.error("adapter %s: dropped: %s", each.adapter.name, error)
+                del self._loaded[slot]
+        self._allocate_slots([each.folder for each in self._loaded.values()])
+        for slot, each in list(self._loaded.items()):
+            self.load(slot, each.adapter.name, each.folder)
+
+    def _check_unchanged(self, loaded: LoadedAdapter) -> None:
+        if PeftAdapter(Path(loaded.folder)).digest != loaded.adapter.digest:
+            raise ModelError(f"{loaded.folder}: has other files than when it was loaded; load it again")
 
     def _allocate_slots(self, folders: Sequence[str]) -> None:
         """Allocate memory before adapters are read: for client-loaded adapters, and for kernels.

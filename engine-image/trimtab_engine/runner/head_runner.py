@@ -22,6 +22,7 @@ from trimtab_engine.models.draft_head import DraftHead, HeadKind
 from trimtab_engine.models.loading import Loader
 from trimtab_engine.models.registry import open_model
 from trimtab_engine.runner.model_runner import DTYPES, ModelRunner, dummy_sequences, envelope_spans
+from trimtab_engine.runner.weights import WeightsUnavailable
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.scheduling.step_inputs import StepInputs, flatten, in_token_order
@@ -117,9 +118,16 @@ class HeadRunner:
         """Read the weights again, after the target's, whose embeddings are shared.
 
         Raises:
-            ModelError: If the checkpoint cannot be read.
+            WeightsUnavailable: If the checkpoint cannot be read, or the device has no room.
         """
-        self._head = self._build()
+        failure: WeightsUnavailable | None = None
+        try:
+            self._head = self._build()
+        except Exception as error:
+            failure = WeightsUnavailable.because(error)
+        if failure is not None:  # the error is released, and with its frames what was read
+            self._device.after_weights()
+            raise failure
 
     def flatten(self, sequences: list[ScheduledSequence]) -> StepInputs:
         """Return positions and block tables of sequences, in token_order(). The caller fills in token ids."""

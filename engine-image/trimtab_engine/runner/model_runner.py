@@ -44,6 +44,7 @@ from trimtab_engine.runner.graphs.plan import GraphPlan
 from trimtab_engine.runner.graphs.recorder import Recorder
 from trimtab_engine.runner.graphs.step_buffers import Feed
 from trimtab_engine.runner.item_encoder import ItemEncoder
+from trimtab_engine.runner.weights import WeightsUnavailable
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.logprobs import ScoresInFlight
 from trimtab_engine.sampling.pooling import PooledInFlight, pool
@@ -161,16 +162,33 @@ class ModelRunner:
         self._device.after_weights()
 
     def reload_weights(self) -> None:
-        """Read the weights again from the same source.
+        """Read the weights again from the same source and use them.
 
         Raises:
-            ModelError: If the source cannot be read.
-            MemoryError: If the device has no room; the weights are then absent.
+            WeightsUnavailable: If the source cannot be read, or the device has no room; the weights are then absent.
         """
+        self.read_weights()
+        self.use_weights()
+
+    def read_weights(self) -> None:
+        """Read the weights again from the same source, without other ranks. use_weights() must follow.
+
+        Raises:
+            WeightsUnavailable: As reload_weights().
+        """
+        failure: WeightsUnavailable | None = None
         try:
             self._model, self._tower = self._rebuild()
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error).splitlines()[0]) from error
+        except Exception as error:  # files that are gone for a moment must not end the engine
+            failure = WeightsUnavailable.because(error)
+        if failure is not None:  # the error is released, and with its frames what was read
+            if self._adapters is not None:
+                self._adapters.close()
+            self._device.after_weights()
+            raise failure
+
+    def use_weights(self) -> None:
+        """Prepare steps with the weights that were read, on all ranks of the engine together."""
         self.balancer = self._new_balancer()
         if self.steps is not None:
             self.steps.use_model(self._model)

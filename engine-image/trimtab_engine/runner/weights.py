@@ -2,6 +2,18 @@
 
 from typing import Protocol
 
+from trimtab_engine.errors import TrimtabError, one_line
+
+
+class WeightsUnavailable(TrimtabError):
+    """The weights cannot be read now, or the device has no room for them. None are loaded; retrying may succeed."""
+
+    @classmethod
+    def because(cls, error: Exception) -> "WeightsUnavailable":
+        """Return the error with the cause, as one line."""
+        text = one_line(error)
+        return cls(text if isinstance(error, TrimtabError | MemoryError) else f"{type(error).__name__}: {text}")
+
 
 class Weights(Protocol):
     """A model whose weights can be dropped and reloaded: a ModelRunner."""
@@ -11,4 +23,10 @@ class Weights(Protocol):
 
     def drop_weights(self) -> None: ...
 
-    def reload_weights(self) -> None: ...
+    def reload_weights(self) -> None:
+        """Read the weights again, on all ranks or on none. Adapters that cannot be read are dropped.
+
+        Raises:
+            WeightsUnavailable: They cannot be read, or have no room. Any error of reading is one: files may come back.
+        """
+        ...

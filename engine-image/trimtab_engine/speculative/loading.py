@@ -18,7 +18,7 @@ from trimtab_engine.models.eagle import EAGLE
 from trimtab_engine.runner.head_runner import HeadRunner
 from trimtab_engine.runner.loading import load_model_runner
 from trimtab_engine.runner.model_runner import ModelFacts, ModelRunner
-from trimtab_engine.runner.weights import Weights
+from trimtab_engine.runner.weights import Weights, WeightsUnavailable
 from trimtab_engine.speculative.draft_model import DraftModel
 from trimtab_engine.speculative.head_proposer import HeadProposer
 from trimtab_engine.speculative.ngram import NgramProposer
@@ -150,5 +150,12 @@ class _BothWeights:
             runner.drop_weights()
 
     def reload_weights(self) -> None:
-        for runner in self._runners:
-            runner.reload_weights()
+        read: list[Weights] = []
+        try:
+            for runner in self._runners:
+                runner.reload_weights()
+                read.append(runner)
+        except WeightsUnavailable:
+            for runner in read:
+                runner.drop_weights()
+            raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,59 @@ def test_adapters_are_reloaded_with_weights(model: Path, adapter: Folders) -> No
     assert tokens(engine, "a") == before[0]
     assert load(engine, "b", adapter(2))[0] == 200
     assert tokens(engine, "b") == before[1]
+
+
+@pytest.mark.parametrize("is_updatable", [True, False])
+def test_wake_up_drops_an_unreadable_adapter_by_name(
+    model: Path, adapter: Folders, is_updatable: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kept requests of the adapter end with an error; others go on with the same tokens."""
+    kept, gone = adapter(1), Path(adapter(2))
+    engine = an_engine(model, adapters=served_from_start(kept, str(gone), max_loras=2, is_updatable=is_updatable))
+    expected = tokens(engine, "a"), tokens(engine)
+    requests = [asked("a", "first"), asked("b", "second"), asked("", "third")]
+    for request in requests:
+        engine.add(request)
+    outputs = [output for _ in range(3) for output in engine.step().outputs]
+    assert engine.lifecycle(Sleep(2, "keep"))[0] == 200
+    (gone / "adapter_config.json").unlink()
+    assert engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))[0] == 200
+    assert "adapter b: dropped: " in caplog.text
+    while engine.has_work:
+        outputs += engine.step().outputs
+    ended = {output.request_id: output for output in outputs if output.finish_reason}
+    assert "the adapter b could not be read" in ended["second"].error
+    found = {name: [t for o in outputs if o.request_id == name for t in o.token_ids] for name in ("first", "third")}
+    assert (found["first"], found["third"]) == expected
+    assert [card.name for card in engine.state().adapters] == ["a"]
+
+
+@pytest.mark.parametrize("change", ["gone", "truncated", "config gone"])
+def test_wake_up_without_a_file_is_rejected_and_can_be_repeated(
+    model: Path, adapter: Folders, tmp_path: Path, change: str
+) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    engine = an_engine(copy, adapters=served_from_start(adapter(1)))
+    expected = tokens(engine, "a")
+    engine.add(asked("a"))
+    outputs = engine.step().outputs
+    assert engine.lifecycle(Sleep(2, "keep"))[0] == 200
+    file = copy / ("config.json" if change == "config gone" else "model.safetensors")
+    content = file.read_bytes()
+    file.unlink()
+    if change == "truncated":
+        file.write_bytes(content[:-100])
+    for _ in range(2):
+        status, body = engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))
+        assert (status, "the weights cannot be loaded: " in body["message"]) == (409, True), body
+        assert str(copy) in body["message"]
+        assert engine.state().sleep_level == 2
+    file.write_bytes(content)
+    assert engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))[0] == 200
+    while engine.has_work:
+        outputs += engine.step().outputs
+    assert [token for output in outputs for token in output.token_ids] == expected
 
 
 def test_adapters_in_use_are_reported_once_a_second(model: Path, adapter: Folders) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.graphs import CompilationConfig
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
-from trimtab_engine.messages.admin import LoadLora, UnloadLora
+from trimtab_engine.messages.admin import LoadLora, Sleep, UnloadLora, WakeUp
 from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
@@ -228,6 +229,36 @@ def test_unexpected_error_of_a_rank_leaves_the_engine_serving(
     for module in adapters("dense").modules:
         assert engine.load_adapter(LoadLora(module.name, module.path)) == (200, {})
     assert serve(engine, asked) == wanted
+
+
+def test_wake_up_without_files_is_rejected_on_all_ranks(
+    models: dict[str, str],
+    adapters: Callable[[str], AdapterConfig],
+    start: Callable[..., Engine],
+    serving: Any,
+    tmp_path: Path,
+) -> None:
+    """The weights for a moment, then an adapter for ever."""
+    serve, requests, _ = serving
+    asked = [msgspec.structs.replace(request, adapter="a") for request in requests()[:4]]
+    model = Path(shutil.copytree(models["dense"], tmp_path / "model"))
+    modules = [
+        msgspec.structs.replace(each, path=str(shutil.copytree(each.path, tmp_path / each.name)))
+        for each in adapters("dense").modules
+    ]
+    engine = start(str(model), adapters=AdapterConfig(modules=tuple(modules), max_loras=2), tensor_parallel_size=2)
+    expected = serve(engine, asked)
+    assert engine.lifecycle(Sleep(2, "keep"))[0] == 200
+    (model / "config.json").rename(tmp_path / "config.json")
+    status, body = engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))
+    assert status == 409
+    assert "rank 0: " in body["message"]
+    assert "rank 1: " in body["message"]
+    (tmp_path / "config.json").rename(model / "config.json")
+    (Path(modules[1].path) / "adapter_config.json").unlink()
+    assert engine.lifecycle(WakeUp(["weights", "kv_cache", "scheduling"]))[0] == 200
+    assert serve(engine, asked) == expected
+    assert [card.name for card in engine.state().adapters] == ["a"]
 
 
 def test_cores_have_an_adapter_together(
