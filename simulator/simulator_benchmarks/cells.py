@@ -88,7 +88,7 @@ def inputs_of(folder: Path, policy: str) -> str:
 
 
 def read_cells(path: Path) -> dict[Key, Cell]:
-    """Return the cells of an earlier run; truncated lines are skipped."""
+    """Return the cells of earlier runs, of each the newest; truncated lines are skipped."""
     cells = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -107,32 +107,30 @@ def is_current(cell: Cell, folder: Path) -> bool:
 def run_missing(
     path: Path, folder: Path, wanted: Iterable[Key], *, jobs: int, fresh: bool, seconds: float = math.inf
 ) -> dict[Key, Cell]:
-    """Compute missing and outdated cells, and write each one when it is done. No cell is started after this many
+    """Compute missing and outdated cells, and append each one when it is done. No cell is started after this many
     seconds.
     """
     cells = read_cells(path)
     missing = [key for key in wanted if fresh or key not in cells or not is_current(cells[key], folder)]
     until = time.monotonic() + seconds
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        for cell in cells.values():
-            file.write(json.dumps(cell) + "\n")
-        file.flush()
-        with ProcessPoolExecutor(jobs) as pool:
-            running: set[Future[Cell]] = set()
-            left, count = iter(missing), 0
-            while True:
-                while len(running) < jobs and time.monotonic() < until and (key := next(left, None)) is not None:
-                    running.add(pool.submit(run_cell, folder, *key))
-                if not running:
-                    return cells
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for one in done:
-                    cell, count = one.result(), count + 1
-                    cells[key_of(cell)] = cell
-                    file.write(json.dumps(cell) + "\n")
-                    file.flush()
-                    _report_progress(cell, count, len(missing))
+    with path.open("a") as file, ProcessPoolExecutor(jobs) as pool:
+        if missing and cells:
+            file.write("\n")  # after a line that was cut off
+        running: set[Future[Cell]] = set()
+        left, count = iter(missing), 0
+        while True:
+            while len(running) < jobs and time.monotonic() < until and (key := next(left, None)) is not None:
+                running.add(pool.submit(run_cell, folder, *key))
+            if not running:
+                return cells
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for one in done:
+                cell, count = one.result(), count + 1
+                cells[key_of(cell)] = cell
+                file.write(json.dumps(cell) + "\n")
+                file.flush()
+                _report_progress(cell, count, len(missing))
 
 
 def _report_progress(cell: Cell, count: int, total: int) -> None:

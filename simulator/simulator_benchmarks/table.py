@@ -172,7 +172,7 @@ def summarize(rows: Sequence[Row]) -> list[Summary]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the summary of all policies, and a table per scenario and cold start."""
+    """Return the summary of all policies, and a table per scenario and cold start that was run."""
     lines = [
         "### All scenarios",
         "",
@@ -186,6 +186,8 @@ def markdown(rows: Sequence[Row]) -> str:
     for row in rows:
         by_field[row["scenario"], row["cold_start"]].append(row)
     for (scenario, cold_start), its in by_field.items():
+        if not any(row["seeds"] for row in its):
+            continue
         lines += ["", f"### {scenario}, cold start {cold_start:g} s", ""]
         lines += ["| " + " | ".join((*COLUMNS, "seeds")) + " |", "|---" * (len(COLUMNS) + 1) + "|", *map(_line, its)]
     return "\n".join([*lines, ""])
