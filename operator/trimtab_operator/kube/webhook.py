@@ -18,6 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
+from trimtab_operator.builders.admin_token import SECRET_KEY, admin_token, new_secret
 from trimtab_operator.errors import NotYet
 from trimtab_operator.kube import certificates
 from trimtab_operator.kube.certificates import Certificates
@@ -25,6 +26,7 @@ from trimtab_operator.kube.client import Cluster, is_owned
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.planning.admission import NO_CLUSTER_CONTEXT, ClusterContext, review, should_validate
+from trimtab_operator.planning.model_facts import verify_facts
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.limits import shorten
 
@@ -52,6 +54,7 @@ class Webhook:
         namespace: str,
         service: str,
         secret: str,
+        state_secret: str,
         configuration: str | None,
         default_image: str | None,
         allowed_privileges: frozenset[str] = NO_PRIVILEGES,
@@ -60,6 +63,7 @@ class Webhook:
         self._nodes = nodes
         self._namespace = namespace
         self._secret = secret
+        self._state_secret = state_secret
         self._configuration = configuration
         self._default_image = default_image
         self._allowed_privileges = allowed_privileges
@@ -207,6 +211,12 @@ class Webhook:
             review, asked, default_image=self._default_image, allowed_privileges=self._allowed_privileges, known=known
         )
 
+    async def _key(self, uid: str) -> str:
+        """Return the key with which the operator signs the state of a resource; a random one if it has none yet."""
+        secret = await self._cluster.get("Secret", self._namespace, self._state_secret)
+        stored = ((secret or {}).get("data") or {}).get(SECRET_KEY)
+        return admin_token(new_secret() if stored is None else base64.b64decode(stored), uid)
+
     async def _cluster_context(self, asked: Mapping[str, Any]) -> ClusterContext:
         """Return the cluster state for the review. Best effort: checks without it are left to the reconcile loop."""
         if not should_validate(asked):
@@ -218,7 +228,8 @@ class Webhook:
                 if asked["operation"] == "CREATE":
                     return ClusterContext(nodes=nodes)
                 found = await self._cluster.get("ConfigMap", metadata["namespace"], f"{metadata['name']}-facts")
-                is_ours = found is not None and is_owned(found, str(metadata.get("uid")))
+                uid = str(metadata.get("uid"))
+                is_ours = found is not None and is_owned(found, uid) and verify_facts(found, key=await self._key(uid))
                 return ClusterContext(facts=found if is_ours else None, nodes=nodes)
         except (TimeoutError, *CONNECTION_ERRORS) as error:
             logger.warning(

@@ -1,7 +1,8 @@
 """Reading of a model before any engine runs: a Job reads it once, and a ConfigMap stores the result. Pure.
 
 The result is keyed by uri, revision and image. A failed Job is retried with exponential back-off, and its last message
-is kept meanwhile. Deleting the ConfigMap makes the operator read the model again.
+is kept meanwhile. Deleting the ConfigMap makes the operator read the model again. Its contents are signed, because they
+choose the commit of the weights and the start timeout: `with_verified_facts` drops contents of others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from trimtab_operator.observed.phases import pod_failure_message
 from trimtab_operator.observed.pods import unschedulable_message
 from trimtab_operator.resource.canonical_json import compact
 from trimtab_operator.resource.manifest import Manifest
+from trimtab_operator.resource.signed_text import sign, verify
 from trimtab_operator.resource.spec import PIN, InferenceDeployment, ModelSource
 from trimtab_operator.resource.validation_error import ValidationError
 
@@ -35,12 +37,64 @@ FACTS_KEY = "facts.json"
 MAX_KEPT_FACTS = 256  # cached parsed facts, which every iteration reads
 COMMIT_KEY = "commit"  # commit that the revision of a downloaded model had when it was first read
 FAILURE_KEY = "failure.json"
+SIGNATURE_KEY = "signature"  # over all other keys
+SIGNED_KIND = "facts"
 
 INITIAL_BACKOFF_SECONDS = 10.0  # a volume or node may only be late
 MAX_BACKOFF_SECONDS = 600.0  # a user must act; a Job every ten minutes is cheap
 DIGEST_LENGTH = 10  # hex digits
 MAX_WEIGHTS_BYTES = 20 << 40  # ten times the largest published model
 MAX_FAILURE_LENGTH = 1024  # characters of the failure message
+
+
+def with_verified_facts(
+    deployment: InferenceDeployment, observed: ObservedChildren, *, key: str, former_key: str | None = None
+) -> ObservedChildren:
+    """Return the children with an empty facts ConfigMap if the operator did not sign its contents."""
+    found = _config_map(deployment, observed)
+    if found is None or verify_facts(found, key=key, former_key=former_key):
+        return observed
+    others = (one for one in observed.config_maps if one is not found)
+    return replace(observed, config_maps=(*others, {**found, "data": {}}))
+
+
+def verify_facts(config_map: Manifest, *, key: str, former_key: str | None = None) -> bool:
+    """Return True if the operator signed the contents with `key` or `former_key`."""
+    data = dict(config_map.get("data") or {})
+    signed = data.pop(SIGNATURE_KEY, None)
+    return verify(signed, key=key, kind=SIGNED_KIND, former_key=former_key) == _digest(data)
+
+
+def plan_signature(
+    deployment: InferenceDeployment, observed: ObservedChildren, actions: Iterable[Action], *, key: str
+) -> tuple[Action, ...]:
+    """Return the actions with signed contents; also sign verified contents again after the key was rotated."""
+    actions = tuple(actions)
+    signed = tuple(_signed(action, key) if _is_facts(action) else action for action in actions)
+    found = _config_map(deployment, observed)
+    data = {} if found is None else dict(found.get("data") or {})
+    if any(map(_is_facts, actions)) or found is None or not data or verify_facts(found, key=key):
+        return signed
+    data.pop(SIGNATURE_KEY, None)
+    return (*signed, _signed(Apply(facts_config_map(deployment, data), False, "the key was rotated"), key))
+
+
+def _is_facts(action: Action) -> bool:
+    return isinstance(action, Apply) and action.manifest["kind"] == "ConfigMap"
+
+
+def _signed(action: Action, key: str) -> Apply:
+    assert isinstance(action, Apply)
+    return replace(action, manifest={**action.manifest, "data": sign_facts(action.manifest["data"], key=key)})
+
+
+def sign_facts(data: Mapping[str, str], *, key: str) -> dict[str, str]:
+    """Return the contents with their signature."""
+    return {**data, SIGNATURE_KEY: sign(_digest(data), key=key, kind=SIGNED_KIND)}
+
+
+def _digest(data: Mapping[str, str]) -> str:
+    return hashlib.sha256(compact(dict(data)).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,10 @@ from trimtab_operator.planning.model_facts import (
     StartGate,
     evaluate_start_gate,
     plan_facts,
+    plan_signature,
     with_model_facts,
     with_stored_facts,
+    with_verified_facts,
 )
 from trimtab_operator.planning.optional_children import plan_optional
 from trimtab_operator.planning.router import (
@@ -168,6 +170,7 @@ def _paused_plan(plan: ReconcilePlan, state: ReconcilerState) -> ReconcilePlan:
 
 
 def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
+    snapshot = _with_verified_facts(snapshot)
     records, seen = records_of(snapshot.children.stateful_sets), snapshot
     snapshot = _with_recorded_image(snapshot, records)
     known = _recall(snapshot, state)
@@ -182,6 +185,7 @@ def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
         return _plan_invalid_spec(snapshot, known, errors)
     token_sha256 = token_hash(snapshot.token)
     reading = plan_facts(with_model_facts(snapshot.deployment, known.observed), known.observed, now=snapshot.at)
+    reading = plan_signature(snapshot.deployment, known.observed, reading, key=snapshot.token)
     known = replace(known, observed=with_stored_facts(known.observed, reading))
     snapshot = replace(snapshot, deployment=with_model_facts(snapshot.deployment, known.observed))
     wanted = rendered(snapshot.deployment, admin_token_sha256=token_sha256, records=records)
@@ -206,6 +210,13 @@ def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
     has_older_pods = _has_older_pods(seen, known, wanted)
     status_inputs = replace(next_step.status_inputs, validation_errors=errors, has_older_pods=has_older_pods)
     return _with_model_reading(replace(next_step, status_inputs=status_inputs), reading)
+
+
+def _with_verified_facts(snapshot: ClusterSnapshot) -> ClusterSnapshot:
+    children = with_verified_facts(
+        snapshot.deployment, snapshot.children, key=snapshot.token, former_key=snapshot.former_token
+    )
+    return replace(snapshot, children=children)
 
 
 def _is_already_running(
@@ -468,6 +479,7 @@ def status_inputs_after_error(
     snapshot: ClusterSnapshot, state: ReconcilerState, problem: tuple[str, str]
 ) -> StatusInputs:
     """Return the status inputs for a plan that could not be executed: the present children and the problem."""
+    snapshot = _with_verified_facts(snapshot)
     records = records_of(snapshot.children.stateful_sets)
     snapshot = _with_recorded_image(snapshot, records)
     snapshot = replace(snapshot, deployment=with_model_facts(snapshot.deployment, snapshot.children))

@@ -165,6 +165,7 @@ def _webhook(cluster: Cluster, options: Options) -> Webhook:
         namespace=options.operator_namespace,
         service=options.service_name,
         secret=options.webhook_secret_name,
+        state_secret=options.secret_name,
         configuration=options.webhook_config_name,
         default_image=options.default_image,
         allowed_privileges=options.installation.allowed_privileges,

@@ -36,7 +36,7 @@ from trimtab_operator.observed.groups import (
 )
 from trimtab_operator.observed.router import RouterReport, RouterTarget, router_targets
 from trimtab_operator.planning.gpu_budget import GpuClaim
-from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, subject_of
+from trimtab_operator.planning.model_facts import FACTS_KEY, SUBJECT_KEY, sign_facts, subject_of
 from trimtab_operator.planning.plan import ReconcilePlan, plan_reconcile
 from trimtab_operator.planning.router import is_router_child
 from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
@@ -197,7 +197,8 @@ class FakeCluster:
     def learn_the_model(self) -> None:
         """Put what is known of the model where the operator keeps it."""
         data = {SUBJECT_KEY: subject_of(self.deployment), FACTS_KEY: json.dumps(MODEL_FACTS)}
-        self._store(facts_config_map(self.deployment, data))
+        token = admin_token(self.secret, self.deployment.uid)
+        self._store(facts_config_map(self.deployment, sign_facts(data, key=token)))
 
     # --- what there is ------------------------------------------------------------------------------------------------
 

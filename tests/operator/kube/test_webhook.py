@@ -74,6 +74,7 @@ def a_webhook(door: Door) -> Webhook:
         namespace="trimtab-system",
         service="trimtab-webhook",
         secret="trimtab-webhook",
+        state_secret="trimtab",
         configuration=CONFIGURATION,
         default_image=None,
     )

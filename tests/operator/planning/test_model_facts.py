@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operator_cluster import FakeCluster
+from trimtab_operator.builders.admin_token import admin_token
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL
 from trimtab_operator.layout.gpus import gpu_named
 from trimtab_operator.observed.actions import Action, Apply, Delete
@@ -32,6 +34,7 @@ from trimtab_operator.planning.model_facts import (
     facts_state,
     plan_facts,
     subject_of,
+    verify_facts,
     with_model_facts,
 )
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -410,3 +413,51 @@ def test_running_revision_overrides_memory_prediction() -> None:
     running = replace(a_running("r1"), config_maps=kept)
     gate = evaluate_start_gate(deployment, running, revision="r1")
     assert (gate.is_open, gate.validation_errors) == (True, ())
+
+
+# --- signature --------------------------------------------------------------------------------------------------------
+
+COMMITS = "a" * 40, "e" * 40
+
+
+def downloaded_cluster() -> FakeCluster:
+    cluster = FakeCluster(knows_the_model=False, model={"uri": "hf://Qwen/Qwen3-0.6B"}, replicas=1)
+    cluster.model_words = (0, json.dumps({**FACTS, "revision": COMMITS[0]}))
+    cluster.settle()
+    return cluster
+
+
+def served_commits(cluster: FakeCluster) -> set[str]:
+    return {pod["spec"]["containers"][0]["args"][1].rpartition("@")[2] for pod in cluster.pods.values()}
+
+
+def test_forged_commit_is_not_rolled_out() -> None:
+    cluster = downloaded_cluster()
+    assert served_commits(cluster) == {COMMITS[0]}
+    cluster.objects["ConfigMap", "m-facts"]["data"][COMMIT_KEY] = COMMITS[1]
+    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.settle()
+    assert served_commits(cluster) == {COMMITS[0]}
+    assert cluster.objects["ConfigMap", "m-facts"]["data"][COMMIT_KEY] == COMMITS[0]
+
+
+@pytest.mark.parametrize("forged", [{"supported": False, "architecture": "X"}, {**FACTS, "weights_bytes": 1 << 44}])
+def test_forged_facts_change_nothing(forged: dict[str, Any]) -> None:
+    cluster = downloaded_cluster()
+    pods = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+    cluster.objects["ConfigMap", "m-facts"]["data"][FACTS_KEY] = json.dumps(forged)
+    cluster.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert {pod["metadata"]["uid"] for pod in cluster.pods.values()} == pods
+    assert json.loads(cluster.objects["ConfigMap", "m-facts"]["data"][FACTS_KEY])["revision"] == COMMITS[0]
+
+
+def test_facts_are_signed_again_after_key_rotation() -> None:
+    cluster = downloaded_cluster()
+    for secret in (b"second", b"third"):
+        cluster.secret, cluster.former_secret = secret, cluster.secret
+        cluster.settle()
+    assert not any(kind == "Job" for kind, _ in cluster.objects)
+    config_map = cluster.objects["ConfigMap", "m-facts"]
+    assert verify_facts(config_map, key=admin_token(b"third", cluster.deployment.uid))
+    assert config_map["data"][COMMIT_KEY] == COMMITS[0]

@@ -116,6 +116,7 @@ async def serve_the_webhook(door: GuardedDoor) -> None:
         namespace=NAMESPACE,
         service="trimtab-webhook",
         secret="trimtab-webhook",
+        state_secret="trimtab",
         configuration=name,
         default_image=None,
     )
