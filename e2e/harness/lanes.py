@@ -23,7 +23,7 @@ FIRST = ("test_layouts.py", "test_rollback.py", "test_hub.py")
 # Files with exclusive use of the cluster, in this order: those that keep the chart's values, those that install it with
 # other values, and those that install and remove it.
 LAST = (
-    "test_autoscaling.py", "test_zero_downtime.py", "test_tuning.py", "test_node_loss.py",
+    "test_autoscaling.py", "test_zero_downtime.py", "test_router.py", "test_tuning.py", "test_node_loss.py",
     "test_operator.py", "test_prometheus.py", "test_gpu_budget.py", "test_without_webhook.py",
     "test_pages.py", "test_readme.py",
 )  # fmt: skip

@@ -1,8 +1,9 @@
 """Closed-loop load on the completions API, run as a pod inside the cluster: `python load_script.py OPTIONS_JSON`.
 
 It needs only Python and httpx. Every client sends its next request when the last one has ended. With
-`probes_per_second` it also requests the list of models at that rate, each time over a new connection and independent
-of latency. Every 5 s it prints one JSON line `{"live": …}`, and after SIGTERM, or `duration_seconds`, it waits for
+`requests_per_second` it also sends requests at that rate, each over a new connection and independent of latency, in
+turn for each of `tenants`, and `max_requests` in total. With `probes_per_second` it requests the list of models in the
+same way. Every 5 s it prints one JSON line `{"live": …}`, and after SIGTERM, or `duration_seconds`, it waits for
 running requests and prints `{"summary": …}`. A failed request is counted with its status and body and not retried.
 """
 
@@ -22,6 +23,7 @@ WINDOW_SECONDS = 5.0
 PROBE_TIMEOUT_SECONDS = 60.0
 REQUEST_SECONDS = 600.0  # longer requests count as failed
 PAUSE_AFTER_FAILURE_SECONDS = 1.0  # so that a failing server is not flooded
+TENANT_HEADER = "x-trimtab-tenant"
 NOT_THE_ENGINE = "no X-Request-Id, so no engine answered: "
 # Each is one token (with its leading space) in most tokenizers.
 WORDS = ["river", "stone", "light", "winter", "garden", "music", "letter", "house", "water", "paper", "morning"]
@@ -37,6 +39,8 @@ class Load:
         self.tokens = 0
         self.probed = 0
         self.windows: list[dict[str, float]] = []
+        self.first_tokens: dict[str, list[float]] = {}
+        """Times of the first tokens by tenant, in the order in which the requests were sent."""
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -47,9 +51,10 @@ class Load:
             reporter = asyncio.create_task(self.report())
             clients = [asyncio.create_task(self.client(client, n)) for n in range(self.options["concurrency"])]
             prober = asyncio.create_task(self.probe_repeatedly(client, self.options.get("probes_per_second", 0.0)))
+            sender = asyncio.create_task(self.send_at_rate(client, self.options.get("requests_per_second", 0.0)))
             await asyncio.wait([asyncio.create_task(self.stopping.wait())], timeout=self.options["duration_seconds"])
             self.stopping.set()
-            await asyncio.gather(*clients, prober)
+            await asyncio.gather(*clients, prober, sender)
             reporter.cancel()
         print(json.dumps({"summary": self.summary()}), flush=True)
 
@@ -61,6 +66,20 @@ class Load:
             if not await self.request(client, " ".join(words)):
                 await asyncio.sleep(PAUSE_AFTER_FAILURE_SECONDS)
             await self.pause(self.options.get("pause_seconds", 0.0))
+
+    async def send_at_rate(self, client: httpx.AsyncClient, rate: float) -> None:
+        """Send requests at a fixed rate, whatever their latency, for each tenant in turn."""
+        running, begin, choice = [], time.monotonic(), random.Random(0)
+        tenants = self.options.get("tenants") or [""]
+        limit = self.options.get("max_requests", 0) or float("inf")
+        while rate and len(running) < limit and not self.stopping.is_set():
+            tenant = tenants[len(running) % len(tenants)]
+            position = len(self.first_tokens.setdefault(tenant, []))
+            self.first_tokens[tenant].append(float("nan"))
+            prompt = " ".join(choice.choices(WORDS, k=self.options["prompt_tokens"]))
+            running.append(asyncio.create_task(self.request(client, prompt, tenant=tenant, position=position)))
+            await asyncio.sleep(max(0.0, begin + len(running) / rate - time.monotonic()))
+        await asyncio.gather(*running)
 
     async def pause(self, seconds: float) -> None:
         """Wait for `seconds`, or until the load is stopped."""
@@ -86,8 +105,11 @@ class Load:
         else:
             self.probed += 1
 
-    async def request(self, client: httpx.AsyncClient, prompt: str) -> bool:
+    async def request(
+        self, client: httpx.AsyncClient, prompt: str, *, tenant: str = "", position: int | None = None
+    ) -> bool:
         """Stream one completion of exactly `output_tokens`. Return False if it failed."""
+        headers = {TENANT_HEADER: tenant} if tenant else {}
         length = self.options["output_tokens"]
         body = {
             "model": self.options["model"], "prompt": prompt, "stream": True, "temperature": 0.0,
@@ -99,7 +121,7 @@ class Load:
         usage = 0
         status = 0
         try:
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
                 status = answer.status_code
                 if status != 200:
                     text = (await answer.aread()).decode(errors="replace")
@@ -109,22 +131,27 @@ class Load:
                         continue
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
-                        return self.failed(status, line)
+                        return self.failed(status, line, started=first is not None)
                     for choice in chunk.get("choices", []):
                         first = first or time.monotonic()
                         self.tokens += 1
                         reason = choice.get("finish_reason") or reason
                     usage = (chunk.get("usage") or {}).get("completion_tokens", usage)
         except (httpx.HTTPError, ValueError) as error:
-            return self.failed(status, f"{type(error).__name__}: {error}")
+            return self.failed(status, f"{type(error).__name__}: {error}", started=first is not None)
         if reason != "length" or usage != length or first is None:
-            return self.failed(status, f"ended with finish_reason {reason} after {usage} of {length} tokens")
+            return self.failed(
+                status, f"ended with finish_reason {reason} after {usage} of {length} tokens", started=first is not None
+            )
         end = time.monotonic()
+        if position is not None:
+            self.first_tokens[tenant][position] = first
         self.requests.append({"end": end - self.begin, "ttft": first - begin, "latency": end - begin, "tokens": usage})
         return True
 
-    def failed(self, status: int, body: str) -> bool:
-        self.failures.append({"at": round(time.monotonic() - self.begin, 1), "status": status, "body": body[:500]})
+    def failed(self, status: int, body: str, *, started: bool = False) -> bool:
+        at = round(time.monotonic() - self.begin, 1)
+        self.failures.append({"at": at, "status": status, "body": body[:500], "started": started})
         return False
 
     async def report(self) -> None:
@@ -151,7 +178,18 @@ class Load:
             "ttft_seconds": percentiles([r["ttft"] for r in self.requests]),
             "latency_seconds": percentiles([r["latency"] for r in self.requests]),
             "windows": self.windows,
+            "overtaken_seconds": max(map(overtaken_seconds, self.first_tokens.values()), default=0.0),
         }
+
+
+def overtaken_seconds(times: list[float]) -> float:
+    """Return the longest time by which a request got its first token before an earlier one of the same tenant."""
+    latest, longest = 0.0, 0.0
+    for at in times:
+        if at == at:  # not a failed one
+            longest = max(longest, latest - at)
+            latest = max(latest, at)
+    return round(longest, 3)
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

@@ -27,7 +27,8 @@ DRAIN_SECONDS = 240.0  # running requests may have to be computed to their end o
 class LoadOptions:
     """Closed-loop load: `concurrency` clients, each with one request of fixed size (in tokens) at a time.
 
-    In addition the list of models is requested `probes_per_second` times, each over a new connection.
+    In addition the list of models is requested `probes_per_second` times, each over a new connection, and requests of
+    the same size are sent `requests_per_second` times.
     """
 
     url: str
@@ -39,6 +40,9 @@ class LoadOptions:
     stagger_seconds: float = 0.0  # between the clients' first requests
     pause_seconds: float = 0.0  # between two requests of a client
     probes_per_second: float = 0.0
+    requests_per_second: float = 0.0  # in addition to the clients' requests, whatever their latency
+    max_requests: int = 0  # of those; 0: no limit
+    tenants: tuple[str, ...] = ()  # of those, in turn
 
     def as_json(self) -> str:
         return json.dumps({name: getattr(self, name) for name in self.__slots__})
@@ -57,6 +61,13 @@ class LoadReport:
     ttft_seconds: dict[str, float]
     latency_seconds: dict[str, float]
     windows: list[dict[str, float]]
+    overtaken_seconds: float = 0.0
+    """Longest time by which a request got its first token before an earlier one of the same tenant."""
+
+    @property
+    def lost(self) -> list[dict[str, Any]]:
+        """The failures of requests that had not got a first token."""
+        return [failure for failure in self.failed if not failure.get("started")]
 
     def __str__(self) -> str:
         rate = self.output_tokens / self.seconds if self.seconds else 0.0

@@ -68,7 +68,7 @@ def test_base_image_and_python_packages_are_set_up_in_parallel(monkeypatch: pyte
 
     def build(_: dict[str, str], names: list[str]) -> dict[str, str]:
         assert sorted(made) == ["base", "packages"]
-        assert names == ["operator", "model"]
+        assert names == ["operator", "router", "model"]
         return {}
 
     monkeypatch.setattr("devtools.docker_cli.ensure", dict)
@@ -81,7 +81,7 @@ def test_base_image_and_python_packages_are_set_up_in_parallel(monkeypatch: pyte
 
 
 def test_given_images_are_neither_built_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRIMTAB_IMAGES", "operator:1 model:1")
+    monkeypatch.setenv("TRIMTAB_IMAGES", "operator:1 model:1 router:1")
     for name in ("python_environment.ensure", "native_operators.ensure", "model.ensure"):
         monkeypatch.setattr(f"devtools.{name}", lambda: None)
     monkeypatch.setattr("cluster.images.ensure", lambda *_: pytest.fail("built"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trimtab_operator.builders.admin_token import router_token, token_hash
 from trimtab_operator.builders.download import SWITCH
 from trimtab_operator.builders.engine_args import as_arguments, served_name
 from trimtab_operator.builders.labels import (
@@ -30,9 +29,9 @@ DEFAULT_REQUESTS = {"cpu": "250m", "memory": "256Mi"}
 
 
 def router_deployment(
-    deployment: InferenceDeployment, router: Router, *, image: str, admin_token: str
+    deployment: InferenceDeployment, router: Router, *, image: str, admin_token_sha256: str
 ) -> dict[str, Any]:
-    """Return the Deployment. `admin_token` is the resource's, from which the router's own token is derived."""
+    """Return the Deployment. `admin_token_sha256` is the hash of the router's own admin token."""
     labels = router_labels(deployment)
     return {
         "apiVersion": "apps/v1",
@@ -45,7 +44,7 @@ def router_deployment(
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "template": {
                 "metadata": {"labels": labels},
-                "spec": _pod_spec(deployment, router, image=image, admin_token=admin_token),
+                "spec": _pod_spec(deployment, router, image=image, admin_token_sha256=admin_token_sha256),
             },
         },
     }
@@ -56,13 +55,13 @@ def router_drain_seconds(deployment: InferenceDeployment, router: Router) -> flo
     return parse_seconds(router.max_hold) + parse_seconds(deployment.spec.rollout.drain_timeout)
 
 
-def router_args(deployment: InferenceDeployment, router: Router, *, admin_token: str) -> list[str]:
+def router_args(deployment: InferenceDeployment, router: Router, *, admin_token_sha256: str) -> list[str]:
     """Return the arguments of `trimtab-router`, one flag per item."""
     itl = None if deployment.spec.objectives is None else deployment.spec.objectives.itl
     flags: dict[str, object | None] = {
         "--port": HTTP_PORT,
         "--admin-port": ROUTER_ADMIN_PORT,
-        "--admin-token-sha256": token_hash(router_token(admin_token)),
+        "--admin-token-sha256": admin_token_sha256,
         "--service": f"{deployment.namespace}/{engines_service_name(deployment)}",
         "--served-model": served_name(deployment.spec),
         "--max-hold": f"{parse_seconds(router.max_hold):g}",
@@ -83,7 +82,9 @@ def router_args(deployment: InferenceDeployment, router: Router, *, admin_token:
     return [*as_arguments(flags), *priorities, *keys]
 
 
-def _pod_spec(deployment: InferenceDeployment, router: Router, *, image: str, admin_token: str) -> dict[str, Any]:
+def _pod_spec(
+    deployment: InferenceDeployment, router: Router, *, image: str, admin_token_sha256: str
+) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "serviceAccountName": router_name(deployment),
         "automountServiceAccountToken": True,  # to read the EndpointSlices of the engines
@@ -103,7 +104,7 @@ def _pod_spec(deployment: InferenceDeployment, router: Router, *, image: str, ad
                 "labelSelector": {"matchLabels": router_selector(deployment)},
             }
         ],
-        "containers": [_container(deployment, router, image=image, admin_token=admin_token)],
+        "containers": [_container(deployment, router, image=image, admin_token_sha256=admin_token_sha256)],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
     if deployment.spec.template.spec.image_pull_secrets:
@@ -111,13 +112,15 @@ def _pod_spec(deployment: InferenceDeployment, router: Router, *, image: str, ad
     return pod
 
 
-def _container(deployment: InferenceDeployment, router: Router, *, image: str, admin_token: str) -> dict[str, Any]:
+def _container(
+    deployment: InferenceDeployment, router: Router, *, image: str, admin_token_sha256: str
+) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["trimtab-router"],
-        "args": router_args(deployment, router, admin_token=admin_token),
+        "args": router_args(deployment, router, admin_token_sha256=admin_token_sha256),
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
             {"name": "admin", "containerPort": ROUTER_ADMIN_PORT, "protocol": "TCP"},

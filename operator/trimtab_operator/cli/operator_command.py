@@ -29,6 +29,7 @@ from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.planning.admission import validation_messages, warnings_of
+from trimtab_operator.planning.router import router_manifests
 from trimtab_operator.planning.tuning import current_replicas
 from trimtab_operator.resource.allowed_privileges import PRIVILEGES
 from trimtab_operator.resource.installation import (
@@ -38,6 +39,7 @@ from trimtab_operator.resource.installation import (
     NetworkAccess,
     PodMonitoring,
     RouterDefaults,
+    RouterRole,
 )
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, InferenceDeployment
 
@@ -45,6 +47,9 @@ EXIT_FAILED = 1
 UNKNOWN_TOKEN_HASH = "0" * 64  # placeholder of the hash that depends on the resource's uid
 UNKNOWN_SECRET = base64.b64encode(b"0" * 64).decode()
 UNKNOWN_ADDRESS = "0.0.0.0"
+UNKNOWN_ROUTER = RouterDefaults(
+    image="the-operators-router-image", role=RouterRole(kind="ClusterRole", name="the-operators-router-role")
+)
 UNKNOWN_IMAGE = "the-operators-default-image"
 """Placeholder of the operator's default image if --default-image is not set. The chart always sets it."""
 
@@ -322,7 +327,8 @@ def render(
     """Print the objects that the operator would create, as YAML.
 
     Values that depend on the cluster are shown as zeros: the token's hash, the addresses of rendezvous Services and the
-    secret that the pods of a replica share. An unknown default image is shown as a placeholder.
+    secret that the pods of a replica share. An unknown default image is shown as a placeholder, and so are image and
+    role of routers.
     """
     manifests: list[dict[str, Any]] = []
     allowed_privileges, image = _parse_privileges(allow_privilege), default_image or UNKNOWN_IMAGE
@@ -340,7 +346,10 @@ def render(
 
 def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     wanted = rendered(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
-    found = [service_account(deployment), client_service(deployment)]
+    router = deployment.spec.active_router
+    found = [service_account(deployment), client_service(deployment, to_router=router is not None)]
+    if router is not None:
+        found += router_manifests(deployment, router, Installation(), UNKNOWN_ROUTER, UNKNOWN_TOKEN_HASH)
     if layout_of(deployment.spec).pods > 1:
         found.append({**rendezvous_secret(deployment, token=""), "data": {RENDEZVOUS_SECRET_KEY: UNKNOWN_SECRET}})
     for ordinal in range(current_replicas(deployment, None)):

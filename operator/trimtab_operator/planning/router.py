@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from trimtab_operator.builders.account import router_account, router_role_binding
+from trimtab_operator.builders.admin_token import router_token, token_hash
 from trimtab_operator.builders.disruption import router_disruption_budget
 from trimtab_operator.builders.labels import COMPONENT_LABEL, ROUTER_COMPONENT, router_selector, service_name
 from trimtab_operator.builders.monitoring import router_pod_monitor
@@ -112,7 +113,8 @@ def plan_router(
     router, defaults = deployment.spec.active_router, installation.router
     wanted: tuple[Manifest, ...] = ()
     if router is not None and defaults is not None and all(kind in observed.optional for kind in NEEDED_KINDS):
-        wanted = tuple(_manifests(deployment, router, installation, defaults, admin_token))
+        token_sha256 = token_hash(router_token(admin_token))
+        wanted = tuple(router_manifests(deployment, router, installation, defaults, token_sha256))
     known = [m for m in wanted if m["kind"] in ("ServiceAccount", "Service") or m["kind"] in observed.optional]
     is_needed = not wanted and _is_selected_now(deployment, observed)
     removed = () if is_needed else _removals(observed, {(m["kind"], m["metadata"]["name"]) for m in wanted})
@@ -124,9 +126,14 @@ def is_router_child(manifest: Manifest) -> bool:
     return label_of(manifest, COMPONENT_LABEL) == ROUTER_COMPONENT
 
 
-def _manifests(
-    deployment: InferenceDeployment, router: Router, installation: Installation, defaults: RouterDefaults, token: str
+def router_manifests(
+    deployment: InferenceDeployment,
+    router: Router,
+    installation: Installation,
+    defaults: RouterDefaults,
+    admin_token_sha256: str,
 ) -> Iterator[Manifest]:
+    """Yield the router's children in the order of their dependencies."""
     yield router_account(deployment)
     yield router_role_binding(deployment, role_kind=defaults.role.kind, role_name=defaults.role.name)
     yield engines_service(deployment)
@@ -135,7 +142,8 @@ def _manifests(
         yield router_network_policy(deployment, installation.network)
     if installation.pod_monitoring is not None:
         yield router_pod_monitor(deployment, installation.pod_monitoring)
-    yield router_deployment(deployment, router, image=router.image or defaults.image, admin_token=token)
+    image = router.image or defaults.image
+    yield router_deployment(deployment, router, image=image, admin_token_sha256=admin_token_sha256)
 
 
 def _is_selected_now(deployment: InferenceDeployment, observed: ObservedChildren) -> bool:

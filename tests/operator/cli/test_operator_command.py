@@ -75,6 +75,13 @@ def test_a_good_file_is_accepted_and_rendered(tmp_path: Path) -> None:
     assert "kind: StatefulSet" in said
 
 
+def test_render_prints_the_objects_of_a_router(tmp_path: Path) -> None:
+    text = f"{HEAD}metadata: {{name: m}}\nspec: {{{SPEC}, router: {{}}}}"
+    code, said = run("render", text, tmp_path)
+    assert code == 0
+    assert {"kind: Deployment", "kind: RoleBinding", "name: m-engines"} <= {line.strip() for line in said.splitlines()}
+
+
 def test_resource_without_image_renders_placeholder(
     tmp_path: Path,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from operator_cluster import FakeCluster
+from pod_security import violations
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, ROUTER_ADMIN_PORT
 from trimtab_operator.observed.router import RouterReport
 from trimtab_operator.resource.installation import (
@@ -17,6 +18,7 @@ from trimtab_operator.resource.installation import (
     RouterDefaults,
     RouterRole,
 )
+from trimtab_router.flags import parse_arguments
 
 OPERATOR = {"podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}}}
 ROUTER = RouterDefaults(image="router:1", role=RouterRole(kind="ClusterRole", name="trimtab-router"))
@@ -187,6 +189,32 @@ def test_router_deployment_follows_the_spec() -> None:
         "--priority=batch=-5",
         f"--key-priority={'a' * 64}=batch",
     }
+
+
+def test_router_pods_meet_the_restricted_standard() -> None:
+    template = make_cluster().objects["Deployment", "m-router"]["spec"]["template"]
+    assert violations(template) == []
+    (container,) = template["spec"]["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_router_flags_are_known_to_the_router() -> None:
+    router = {
+        "maxHeldRequests": 9,
+        "sessionHeader": "x-a",
+        "tenantHeader": "x-b",
+        "priorityHeader": "x-c",
+        "trustHeaders": True,
+        "priorities": [{"name": "high", "value": 5, "apiKeySHA256s": ["b" * 64]}],
+    }
+    cluster = make_cluster(router=router, objectives={"itl": {"target": "50ms"}})
+    (container,) = cluster.objects["Deployment", "m-router"]["spec"]["template"]["spec"]["containers"]
+    parsed = parse_arguments(container["args"])
+    assert (parsed.service, parsed.served_models, parsed.admin_port) == ("n/m-engines", ("m",), ROUTER_ADMIN_PORT)
+    assert (parsed.max_hold_seconds, parsed.drain_timeout_seconds) == (600.0, 630.0)
+    assert (parsed.priorities, parsed.key_priorities) == ({"high": 5}, {"b" * 64: "high"})
+    assert (parsed.session_header, parsed.tenant_header, parsed.priority_header) == ("x-a", "x-b", "x-c")
+    assert (parsed.trust_headers, parsed.max_held_requests, parsed.itl_target_seconds) == (True, 9, 0.05)
 
 
 def test_router_token_differs_from_engine_token() -> None:
