@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from trimtab_operator.cli import engine_commands, replay_command
+from trimtab_operator.cli import engine_commands, migrate_command, replay_command
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.operator_command import render, validate
 from trimtab_operator.cli.plan_report import LayoutPlan, heading, legend, reasons, rejected_table, rows_table, to_json
@@ -68,6 +68,9 @@ for engine_command in (
     )(engine_command)
 app.command(rich_help_panel=RESOURCES)(validate)
 app.command(rich_help_panel=RESOURCES)(render)
+app.command("migrate", help=migrate_command.ABOUT, epilog=migrate_command.EXAMPLES, rich_help_panel=RESOURCES)(
+    migrate_command.migrate
+)
 app.command(rich_help_panel=PLANNING)(simulate)
 app.command("replay", help=replay_command.ABOUT, epilog=replay_command.EXAMPLES, rich_help_panel=PLANNING)(
     replay_command.replay_recording

@@ -61,41 +61,63 @@ def spelled(argument: str) -> str:
     return argument.split("=", 1)[0].replace("_", "-")
 
 
-def flag_errors(args: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the index and the problem of each argument that the engine would reject.
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One flag of a command line with its values, or a word that belongs to no flag."""
 
-    Values that contain a variable, $(NAME), are not checked.
-    """
+    index: int
+    name: str
+    """The flag as the engine reads it; the word itself if it belongs to no flag."""
+    flag: EngineFlag | None
+    """None if the engine does not have the flag."""
+    values: tuple[str, ...]
+
+
+def split_arguments(args: Sequence[str]) -> Iterator[Argument]:
+    """Yield the flags of a command line with their values, as the engine's parser would assign them."""
     flags = engine_flags()
     index = 0
     while index < len(args):
         at, name = index, spelled(args[index])
         index += 1
         if not name.startswith("-"):
-            yield at, f"{args[at]!r} does not belong to a flag; remove it"
+            yield Argument(at, args[at], None, ())
             continue
         flag = flags.get(name)
-        if flag is None:
-            while index < len(args) and not args[index].startswith("-"):  # values of the unknown flag
-                index += 1
-            yield at, f"{name} is not a flag of the engine{suggestion(name)}"
-            continue
         values = [args[at].split("=", 1)[1]] if "=" in args[at] else []
-        if values and flag.value == "none":
-            yield at, f"{name} takes no value; write {name} alone"
-            continue
-        if not values or flag.value == "many":
-            most = {"none": 0, "optional": 1, "one": 1, "many": len(args)}[flag.value] - len(values)
-            while most > 0 and index < len(args) and not _is_flag(args[index]):
-                values.append(args[index])
-                index, most = index + 1, most - 1
-        if flag.rejected:
-            if not (values[0] in flag.harmless if values else name.startswith("--no-")):
-                yield at, f"{name} is not supported by the engine; {flag.rejected}"
-        elif not values and flag.value in ("one", "many"):
-            yield at, f"{name} needs a value; write {name}=VALUE"
-        else:
-            yield from ((at, problem) for value in values for problem in _value_errors(name, flag, value))
+        kind = "many" if flag is None else flag.value  # the values of an unknown flag are not known either
+        most = {"none": 0, "optional": 1, "one": 1, "many": len(args)}[kind] - len(values)
+        while most > 0 and (not values or kind == "many") and index < len(args) and not _is_flag(args[index]):
+            values.append(args[index])
+            index, most = index + 1, most - 1
+        yield Argument(at, name, flag, tuple(values))
+
+
+def flag_errors(args: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield the index and the problem of each argument that the engine would reject.
+
+    Values that contain a variable, $(NAME), are not checked.
+    """
+    for argument in split_arguments(args):
+        yield from ((argument.index, problem) for problem in _argument_errors(argument))
+
+
+def _argument_errors(argument: Argument) -> Iterator[str]:
+    name, flag, values = argument.name, argument.flag, argument.values
+    if not name.startswith("-"):
+        yield f"{name!r} does not belong to a flag; remove it"
+    elif flag is None:
+        yield f"{name} is not a flag of the engine{suggestion(name)}"
+    elif values and flag.value == "none":
+        yield f"{name} takes no value; write {name} alone"
+    elif flag.rejected:
+        if not (values[0] in flag.harmless if values else name.startswith("--no-")):
+            yield f"{name} is not supported by the engine; {flag.rejected}"
+    elif not values and flag.value in ("one", "many"):
+        yield f"{name} needs a value; write {name}=VALUE"
+    else:
+        for value in values:
+            yield from _value_errors(name, flag, value)
 
 
 def suggestion(name: str) -> str:
