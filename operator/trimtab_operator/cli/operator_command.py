@@ -349,7 +349,7 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     router = deployment.spec.active_router
     found = [service_account(deployment), client_service(deployment, to_router=router is not None)]
     if router is not None:
-        found += router_manifests(deployment, router, Installation(), UNKNOWN_ROUTER, UNKNOWN_TOKEN_HASH)
+        found += map(dict, router_manifests(deployment, router, Installation(), UNKNOWN_ROUTER, UNKNOWN_TOKEN_HASH))
     if layout_of(deployment.spec).pods > 1:
         found.append({**rendezvous_secret(deployment, token=""), "data": {RENDEZVOUS_SECRET_KEY: UNKNOWN_SECRET}})
     for ordinal in range(current_replicas(deployment, None)):

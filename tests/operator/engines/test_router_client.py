@@ -114,7 +114,7 @@ async def test_poller_reports_demand_and_pushes_state_token() -> None:
 
 
 async def test_first_held_request_wakes_at_once() -> None:
-    router, wakes = FakeRouter(), []
+    router, wakes = FakeRouter(), list[float]()
     async with router.serve() as target, polling(wakes, wait_seconds=30.0) as poller:
         poller.follow([target], TOKENS, has_replica=False)
         await until(lambda: router.polls == 2)  # the second one waits
@@ -128,7 +128,7 @@ async def test_first_held_request_wakes_at_once() -> None:
 
 
 async def test_held_request_with_a_replica_wakes_nothing() -> None:
-    router, wakes = FakeRouter(), []
+    router, wakes = FakeRouter(), list[float]()
     async with router.serve() as target, polling(wakes) as poller:
         poller.follow([target], TOKENS, has_replica=True)
         router.hold(3)
