@@ -113,6 +113,7 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
         served_model_names=names,
         api_keys=tuple(arguments.api_key or ()),
         admin_token_sha256=arguments.admin_token_sha256,
+        state_token_sha256=arguments.state_token_sha256,
         max_logprobs=arguments.max_logprobs,
         chat_template=chat_template(arguments.chat_template),
         enable_auto_tool_choice=arguments.enable_auto_tool_choice,
@@ -211,6 +212,8 @@ def _check_paths_and_ports(arguments: argparse.Namespace, config: EngineConfig) 
         _check_draft_model(config.speculative.model)
     if arguments.port == arguments.admin_port != 0:
         raise ConfigError(f"--admin-port: equals --port ({arguments.port}); set another port")
+    if arguments.state_token_sha256 and not arguments.admin_token_sha256:
+        raise ConfigError("--state-token-sha256: requires --admin-token-sha256; set both")
     if config.profiler_dir is not None:
         check_profiler_dir(Path(config.profiler_dir))
     endpoint = arguments.otlp_traces_endpoint

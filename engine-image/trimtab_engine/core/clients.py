@@ -118,7 +118,7 @@ class Clients:
                     self._client_of.pop(output.request_id, None)
         else:
             request_outputs[0] = step.request_outputs
-        self.send(StepOutputs(request_outputs.pop(0), step.stats, plain.pop(0, None)))
+        self.send(StepOutputs(request_outputs.pop(0), step.stats, plain.pop(0, None), step.state))
         for index in sorted({*request_outputs, *plain}):
             outputs = ClientOutputs(request_outputs.get(index, []), step.stats.step, step.stats.time, plain.get(index))
             self.send(outputs, index)

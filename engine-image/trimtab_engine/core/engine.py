@@ -25,6 +25,7 @@ from trimtab_engine.core.lifecycle import Lifecycle, LifecycleRejected, Remainin
 from trimtab_engine.core.preemption_monitor import PreemptionMonitor
 from trimtab_engine.core.request_checks import check_items, check_task, check_token_ids, rope_of
 from trimtab_engine.core.step_stats import note_graphs, step_stats
+from trimtab_engine.core.stream_reporter import StreamReporter
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.kv_cache import KVCache
 from trimtab_engine.errors import ConfigError, EngineDead, IntegrityError, InvalidRequest
@@ -50,6 +51,7 @@ from trimtab_engine.messages.requests import (
     StepOutputs,
     StepStats,
 )
+from trimtab_engine.messages.state_stream import Dispatch
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.runner.rank_ledger import rank_ledger
 from trimtab_engine.runner.weights import Weights
@@ -124,6 +126,8 @@ class Engine:
         self._num_processed_steps = 0
         """Steps since the last report."""
         self._preemption = PreemptionMonitor(parts.scheduler)
+        self._stream: StreamReporter | None = None
+        """None while no router listens to the state stream."""
         self._announced: set[str] = set()
         self._failed: dict[str, int] = {}
         """Requests that no token could be chosen for since the last report, by Failure."""
@@ -179,6 +183,8 @@ class Engine:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request. A request that can never run ends at the next step with finish_reason error."""
+        if self._stream is not None and message.dispatch is not None:
+            self._stream.note_dispatch(message.dispatch)
         if not self._lifecycle.accepts:  # its server does not know of the pause yet
             self._ready.append(SequenceOutput(message.request_id, [], RequestStatus.FINISHED_ABORTED.value))
             return
@@ -202,6 +208,8 @@ class Engine:
             pooling=message.pooling,
             adapter=adapter,
         )
+        if self._stream is not None:
+            self._stream.added(message, request)
         if message.sampling.grammar is None or self._grammars.start(request):
             self._queue(request)
 
@@ -223,6 +231,19 @@ class Engine:
         self._grammars.forget(request_ids)
         self._scheduler.abort(request_ids)
         self._announced.difference_update(request_ids)
+
+    def report_state(self, *, enabled: bool) -> None:
+        """Report prefix keys, load and dispatches with every step from now on, or stop."""
+        if self._stream is not None and not enabled:
+            self._stream.close()
+            self._stream = None
+        elif self._stream is None and enabled:
+            self._stream = StreamReporter(self._scheduler, lambda: [card.name for card in self._adapters.cards])
+
+    def note_dispatch(self, dispatch: Dispatch) -> None:
+        """Acknowledge a dispatch whose request was rejected before it reached the core."""
+        if self._stream is not None:
+            self._stream.note_dispatch(dispatch)
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -281,6 +302,8 @@ class Engine:
         if self._lifecycle.is_frozen:
             return None
         batch = self._scheduler.schedule(now)
+        if self._stream is not None:
+            self._stream.scheduled(batch)
         if batch.preempted:
             self._preemption.warn(batch.preempted, now)
         if not batch.sequences:
@@ -432,7 +455,8 @@ class Engine:
             if self._adapters.max_loras is not None:
                 stats.adapters = AdaptersInUse(self._adapters.max_loras, *self._scheduler.adapter_names())
         self._note_rate(stats)
-        return StepOutputs(request_outputs, stats, plain)
+        state = None if self._stream is None else self._stream.report(step, stats, self._in_flight, now)
+        return StepOutputs(request_outputs, stats, plain, state)
 
     def _follow_grammar(self, sampled: Sampled) -> Sampled:
         """Move a request's grammar on by its new token. Its end ends the request, also before min_tokens; an error too,
@@ -761,6 +785,7 @@ class Engine:
             adapters=self._adapters.cards,
             pause_mode=self._lifecycle.pause_mode,
             sleep_level=self._lifecycle.sleep_level,
+            reports_state=self._stream is not None,
         )
 
     # --- reports --------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ from trimtab_engine.messages.lifecycle import (
     StartWave,
 )
 from trimtab_engine.messages.requests import AbortRequests, AddRequest
+from trimtab_engine.messages.state_stream import NoteDispatch, ReportState
 
 IDLE_REPORT_MILLISECONDS = 1000  # an idle engine reports its state this often, so that gauges stay true
 HEARTBEAT_SECONDS = 1.0  # maximum interval between messages from a serving core
@@ -105,6 +106,10 @@ def serve(
                     clients.send(reply, index)
                 case StartWave():
                     engine.join_wave(message.number)
+                case ReportState(enabled):
+                    engine.report_state(enabled=enabled)
+                case NoteDispatch(dispatch):
+                    engine.note_dispatch(dispatch)
                 case Shutdown():
                     engine.finish_wave()
                     return

@@ -63,6 +63,7 @@ from trimtab_engine.messages.requests import (
     StepOutputs,
     StepStats,
 )
+from trimtab_engine.messages.state_stream import CoreReport, Dispatch, NoteDispatch, ReportState
 from trimtab_engine.multimodal.sender_receiver_cache import Sender
 
 MAX_MESSAGES_PER_READ = 64  # of a core, before the loop does something else
@@ -89,6 +90,7 @@ class CoreClient:
         on_step: Called in order with the statistics of each step; only client 0 receives them.
         on_state: Called when the merged state of all cores changes.
         on_gone: Called with the rank of a core that has retired or could not join.
+        on_report: Called with a core's rank, its report for the state stream and the report's time; only client 0.
         silence_timeout: Seconds without a message after which a core counts as hung; 0: never.
         secret: Shared secret for cores on other nodes.
         media_cache_bytes: Bytes of this client's images and videos that each core caches, as configured at its start.
@@ -109,6 +111,7 @@ class CoreClient:
         on_step: Callable[[StepStats], None] | None = None,
         on_state: Callable[[EngineState], None] | None = None,
         on_gone: Callable[[int], None] = lambda rank: None,
+        on_report: Callable[[int, CoreReport, float], None] | None = None,
     ) -> None:
         self._addresses, self._client_index, self.first_rank = addresses, client_index, first_rank
         self.core_registry = CoreRegistry(len(addresses), num_initial or len(addresses))
@@ -118,6 +121,7 @@ class CoreClient:
         self._media_cache_bytes = media_cache_bytes
         self._joining: dict[int, asyncio.Future[None]] = {}
         self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
+        self._on_report, self._reports_state = on_report, False
         self._states: dict[int, EngineState] = {}
         self.state = EngineState()
         """The state of all cores together."""
@@ -268,6 +272,16 @@ class CoreClient:
         for core in self.core_registry.present:
             self._media[core].clear()
             self._send(ForgetMedia(self._client_index), core)
+
+    def report_state(self, *, enabled: bool) -> None:
+        """Have all cores report their state with every step, or stop. Also those that join later."""
+        self._reports_state = enabled
+        self._send_to(self.core_registry.serving, ReportState(enabled))
+
+    def note_dispatch(self, dispatch: Dispatch) -> None:
+        """Acknowledge a dispatch that ends without a request to a core."""
+        if self.state.reports_state and self.is_alive and not self._closing:
+            self._send_to(self.core_registry.serving[:1], NoteDispatch(dispatch))
 
     def abort(self, request_ids: list[str]) -> None:
         """Free these requests at the next step boundary. Never waits, so that it is safe while being cancelled."""
@@ -469,6 +483,8 @@ class CoreClient:
                 self._note_load(message.stats, core)
                 if self._on_step is not None and self.core_registry.is_needed(core):
                     self._on_step(message.stats)
+                if self._on_report is not None and message.state is not None:
+                    self._on_report(self.first_rank + core, message.state, message.stats.time)
             case ClientOutputs():
                 self._note_step(message.step, core)
                 self._deliver(message.outputs, core, message.time)
@@ -492,6 +508,8 @@ class CoreClient:
                 self._liveness.start(core, time.monotonic())
                 self._progress[core] = LoadProgress("ready", 100.0)
                 self.core_registry.mark_serving(core)
+                if self._reports_state:
+                    self._send(ReportState(True), core)
                 self._facts = message if core == 0 else self._facts
                 if self.ready is None and self.core_registry.has_loaded:
                     self._all_ready()

@@ -133,3 +133,10 @@ def _add_admin_flags(group: Any) -> None:
         metavar="HEX",
         help="SHA-256 of the bearer token; without it the admin port listens only on loopback",
     )
+    group.add_argument(
+        "--state-token-sha256",
+        type=types.sha256,
+        metavar="HEX",
+        help="SHA-256 of a second bearer token, for routers: it opens only the state stream; requires "
+        "--admin-token-sha256 (default: none)",
+    )

@@ -192,6 +192,8 @@ class EngineState(msgspec.Struct, tag="engine_state", frozen=True, kw_only=True)
     """Longest step so far, rounded up to seconds: a core counts as hung only after several of these."""
     adapters: tuple[AdapterCard, ...] = ()
     """Adapters available to requests."""
+    reports_state: bool = False
+    """True if a router listens: requests then need their prefix keys."""
 
 
 class AdminReply(msgspec.Struct, tag="admin_reply"):

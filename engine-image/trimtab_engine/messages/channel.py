@@ -16,8 +16,19 @@ from trimtab_engine.messages.lifecycle import (
     StartWave,
 )
 from trimtab_engine.messages.requests import AbortRequests, AddRequest, ClientOutputs, ForgetMedia, StepOutputs
+from trimtab_engine.messages.state_stream import NoteDispatch, ReportState
 
-ToCore = AddRequest | AbortRequests | AdminCall | StartWave | ForgetMedia | RetireSeen | Shutdown
+ToCore = (
+    AddRequest
+    | AbortRequests
+    | AdminCall
+    | StartWave
+    | ForgetMedia
+    | RetireSeen
+    | ReportState
+    | NoteDispatch
+    | Shutdown
+)
 FromCore = (
     LoadProgress
     | CoreLoaded

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from trimtab_engine.messages.state_stream import CoreReport, Dispatch, PrefixCuts
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.scheduling.pooling import Pooling
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
@@ -38,6 +39,10 @@ class AddRequest(msgspec.Struct, tag="add"):
     """Pooling parameters; `sampling` is then ignored. None if tokens are generated."""
     adapter: str = ""
     """Name of the adapter. Empty for the base model."""
+    cuts: PrefixCuts | None = None
+    """Prefix keys of the prompt. None without a router that listens, and for other choices of the same prompt."""
+    dispatch: Dispatch | None = None
+    """Dispatch to acknowledge. None if the request did not come from a router."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -265,6 +270,8 @@ class StepOutputs(msgspec.Struct, tag="outputs"):
     stats: StepStats
     plain: PlainTokens | None = None
     """Plain tokens of requests not in `request_outputs`."""
+    state: CoreReport | None = None
+    """None unless a router listens to the state stream."""
 
     @property
     def outputs(self) -> list[SequenceOutput]:

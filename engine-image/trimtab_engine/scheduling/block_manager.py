@@ -114,6 +114,8 @@ class BlockManager:
         self._empty = list(range(num_blocks - 1, -1, -1))  # the last one is handed out next
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first one is evicted next
         self._offloaded: Copies = []
+        self._changes: list[bytes] | None = None
+        """Lookup keys whose content appeared or was forgotten, while they are recorded; shared with the swap space."""
 
     @property
     def num_total(self) -> int:
@@ -140,6 +142,31 @@ class BlockManager:
         """Return the number of cached blocks reused for other content since the last call."""
         evicted, self._num_evicted = self._num_evicted, 0
         return evicted
+
+    def record_changes(self, *, enabled: bool) -> None:
+        """Record from now on which cached content appears and is forgotten, or stop recording."""
+        self._changes = [] if enabled else None
+        self.swap_space.record_changes(self._changes)
+
+    def take_changes(self) -> list[bytes]:
+        """Return the lookup keys of the prefix cache's changes since the last call, oldest first, with repetitions.
+        is_cached() returns the present state. Empty unless changes are recorded.
+        """
+        if not self._changes:
+            return []
+        changes = list(self._changes)
+        self._changes.clear()
+        return changes
+
+    def is_cached(self, key: bytes) -> bool:
+        """Return True if content with this lookup key can be found, on the device or in the host cache."""
+        return key in self._by_hash or key in self.swap_space.findable
+
+    def lookup_keys(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Return the lookup keys of the request's first blocks, in the widest group."""
+        self._extend_hashes(request, num_blocks * self.block_size)
+        suffix, hashes = self._suffixes[self._widest], request.block_hashes[:num_blocks]
+        return [block_hash + suffix for block_hash in hashes] if suffix else hashes
 
     def take_offloaded(self) -> Copies:
         """Return copies (device, host) of blocks evicted since the last call. Run them before any other write."""
@@ -235,6 +262,8 @@ class BlockManager:
         block = self._take()
         self._hashes[block] = key
         self._by_hash[key] = block
+        if self._changes is not None:
+            self._changes.append(key)
         return block
 
     def _use(self, block: int) -> None:
@@ -368,6 +397,8 @@ class BlockManager:
         if self._hashes[block] is None and key not in self._by_hash:
             self._hashes[block] = key
             self._by_hash[key] = block
+            if self._changes is not None:
+                self._changes.append(key)
 
     def invalidate_blocks(self, request: Request) -> None:
         """Forget the content of all blocks of the request's tables, wherever it is. Others that share them keep what
@@ -397,6 +428,8 @@ class BlockManager:
         self._offloaded = []
         self._empty.extend(sorted(self._cached, reverse=True))
         self._cached.clear()
+        if self._changes is not None:
+            self._changes += self._by_hash
         self._by_hash.clear()
         self._hashes = [None] * self._cap
 
@@ -412,6 +445,8 @@ class BlockManager:
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block] = None
+            if self._changes is not None:
+                self._changes.append(block_hash)
 
     # --- swapping -------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,8 @@ class SwapSpace:
         self._busy: set[int] = set()
         self._resting: list[int] = []
         """Free from settle() on."""
+        self._changes: list[bytes] | None = None
+        """Hashes that became or ceased to be findable, while the block manager records them."""
         self.resize(num_blocks)
         self.resize_kept(num_kept)
 
@@ -77,6 +79,14 @@ class SwapSpace:
             raise ValueError(f"swap space of {num_blocks} blocks is outside 0 to the cap of {self._cap}")
         self._num_total = num_blocks
 
+    def record_changes(self, changes: list[bytes] | None) -> None:
+        """Append to this list from now on the hash of content that may have become or ceased to be findable."""
+        self._changes = changes
+
+    def _note(self, block_hash: bytes) -> None:
+        if self._changes is not None and self._num_kept_total:
+            self._changes.append(block_hash)
+
     # --- preempted requests ---------------------------------------------------------------------------------------
 
     def missing(self, hashes: list[bytes | None]) -> int:
@@ -98,6 +108,7 @@ class SwapSpace:
         self._busy.add(block)
         if block_hash is not None:
             self._by_hash[block_hash] = block
+            self._note(block_hash)
         return block, True
 
     def hash_of(self, block: int) -> bytes | None:
@@ -119,6 +130,7 @@ class SwapSpace:
                     self._kept[block] = entry.block_hash
                 else:
                     del self._by_hash[entry.block_hash]
+                    self._note(entry.block_hash)
                     self._resting.append(block)
         blocks.clear()
 
@@ -145,6 +157,7 @@ class SwapSpace:
         block = self._free.pop()
         self._kept[block] = block_hash
         self._by_hash[block_hash] = block
+        self._note(block_hash)
         self._busy.add(block)
         return block
 
@@ -161,6 +174,7 @@ class SwapSpace:
         block = self._by_hash.pop(block_hash, None)
         if block is None:
             return
+        self._note(block_hash)
         if block in self._kept:
             del self._kept[block]
             (self._resting if block in self._busy else self._free).append(block)
@@ -175,6 +189,8 @@ class SwapSpace:
         """Set how many blocks of evicted content are kept. Call between two steps."""
         if not 0 <= num_blocks <= self._cap_kept:
             raise ValueError(f"a host cache of {num_blocks} blocks is outside 0 to the cap of {self._cap_kept}")
+        if self._changes is not None and bool(num_blocks) != bool(self._num_kept_total):
+            self._changes += self._by_hash
         self._num_kept_total = num_blocks
         while len(self._kept) > num_blocks:
             self.forget(next(iter(self._kept.values())))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,10 +52,12 @@ class Tokenizer:
         self.chat_templates.check_sizes()
         added = self.fast.get_added_tokens_decoder().items()
         self._special_ids = {token.content: token_id for token_id, token in added if token.special}
+        self.special_ids = frozenset(self._special_ids.values())
         self._compiled: dict[str, ChatTemplate] = {}
         is_byte_level = isinstance(self.fast.decoder, ByteLevel)
         self._is_byte_level = is_byte_level
         self._token_bytes: dict[int, bytes] = {}
+        self.token_lengths = TokenLengths(self)
         self._token_texts = {skip: TokenTexts(self.fast, skip) for skip in (False, True)} if is_byte_level else {}
 
     def token_texts(self, *, skip_special_tokens: bool) -> "TokenTexts | None":
@@ -136,6 +139,11 @@ class Tokenizer:
         twice = self.decode([token_id, token_id])  # the second one is not at the beginning
         return (twice.removeprefix(text) if twice.startswith(text) else text).encode()
 
+    def ends_of_tokens(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the character position in the text after each token. Slower than encode()."""
+        (encoded,) = self.fast.encode_batch([well_formed(text)], add_special_tokens=add_special_tokens)
+        return list(accumulate((end for _, end in encoded.offsets), max))
+
     def token_name(self, token_id: int) -> str:
         return self.fast.id_to_token(token_id) or ""
 
@@ -148,6 +156,18 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+class TokenLengths(dict[int, int]):
+    """Cached number of bytes that each token adds to a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> int:
+        self[token_id] = length = len(self._tokenizer.token_bytes(token_id))
+        return length
 
 
 class TokenTexts(dict[int, str | None]):

@@ -26,7 +26,7 @@ LENGTH_BYTES = 4
 
 
 class KeyRule(msgspec.Struct, omit_defaults=True):
-    """How the engine computes prefix keys (prefix_keys.py)."""
+    """The engine's rule for prefix keys (prefix_keys.py)."""
 
     version: int
     cut_bytes: int
@@ -37,7 +37,7 @@ class KeyRule(msgspec.Struct, omit_defaults=True):
 
 
 class Hello(msgspec.Struct, tag="hello", omit_defaults=True):
-    """First message of a stream."""
+    """First message of a stream, and again when the cores change: everything before is then void."""
 
     version: int
     epoch: str
@@ -138,17 +138,11 @@ class Resting(msgspec.Struct, tag="resting", omit_defaults=True):
     """Sleep level."""
 
 
-class Reset(msgspec.Struct, tag="reset"):
-    """The core has ended: its keys and its load are gone."""
-
-    core: int
-
-
 class Beat(msgspec.Struct, tag="beat"):
     """Nothing has changed."""
 
 
-Message = Hello | Snapshot | Delta | Acknowledged | Draining | Resting | Reset | Beat
+Message = Hello | Snapshot | Delta | Acknowledged | Draining | Resting | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

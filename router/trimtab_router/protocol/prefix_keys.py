@@ -14,8 +14,8 @@ Canonical bytes: the bytes F6 to FF do not occur in UTF-8 and separate the field
                   (F9 function name F8 arguments F8 call ID) …; in content F7 separates text parts, and F6 precedes the
                   16-byte digest of an image or a video
 
-The seed of the first cut is the root: the hash of everything else that determines the prompt's tokens or who may share
-them (adapter, cache salt, special tokens, template variables).
+The seed of the first cut is the root: the hash of everything else that separates prompts (adapter, cache salt, special
+tokens, template variables).
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ class Registry:
     """All replicas of one service. Not thread-safe: one event loop calls it.
 
     Args:
-        served_models: Names of the base model that the router was given; engines report theirs as well.
-        start_stream: Starts the state stream of an endpoint with an admin port. None: no streams, so that own
-            dispatches are all that is known.
+        served_models: Names of the base model that the router was given; engines report more.
+        start_stream: Starts the state stream of an endpoint with an admin port. Without it there are no
+            streams, and own dispatches are all that is known.
         on_change: Called after each change that can end a hold: new endpoints, a report, an ended request.
     """
 

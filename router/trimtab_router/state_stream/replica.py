@@ -21,7 +21,6 @@ from trimtab_router.protocol.messages import (
     Hello,
     Load,
     Message,
-    Reset,
     Resting,
     Snapshot,
     unpack_keys,
@@ -180,9 +179,6 @@ class Replica:
                 self._is_draining = True
             case Resting(pause, sleep):
                 self._is_resting = pause is not None or sleep is not None
-            case Reset(core):
-                self._forget_core(core)
-                self._sum_up(now)
         self.state.draining = self._is_draining or self._is_resting
 
     def check_age(self, now: float) -> None:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from trimtab_engine.api.admin.body import read_json
 from trimtab_engine.api.admin.lifecycle import lifecycle_routes
 from trimtab_engine.api.admin.profile import profile_routes
+from trimtab_engine.api.admin.state_stream import state_stream_routes
 from trimtab_engine.api.http.errors import ApiError, add_error_handlers, shorten
 from trimtab_engine.api.http.middleware import BodyLimit
 from trimtab_engine.api.http.path_errors import PUBLIC_PORT
@@ -29,6 +30,7 @@ from trimtab_engine.messages.admin import (
     PatchConfig,
     PlanMemory,
 )
+from trimtab_engine.state_stream.hub import StateHub
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_DRAIN_SECONDS = 86_400.0
@@ -38,9 +40,9 @@ Engine = Callable[[Call], Awaitable[AdminReply]]
 """Sends one admin call to the engine as a whole."""
 
 
-def build_admin_app(state: ServerState, engine: Engine, log: RequestLog) -> FastAPI:
+def build_admin_app(state: ServerState, engine: Engine, log: RequestLog, hub: StateHub) -> FastAPI:
     """Return the admin application. With a token hash every call requires the token; without one the caller must bind
-    to loopback.
+    to loopback. The state token opens the state stream only.
     """
     app = FastAPI(title="Trimtab engine admin", docs_url=None, redoc_url=None)
     add_error_handlers(app, PUBLIC_PORT, _flat)
@@ -49,6 +51,8 @@ def build_admin_app(state: ServerState, engine: Engine, log: RequestLog) -> Fast
     app.include_router(_routes(state, engine, log), dependencies=authorized)
     app.include_router(profile_routes(state), dependencies=authorized)
     app.include_router(lifecycle_routes(state), dependencies=authorized)
+    readers = [Depends(_authorized(state.options.admin_token_sha256, state.options.state_token_sha256))]
+    app.include_router(state_stream_routes(hub), dependencies=readers)
     app.add_middleware(BodyLimit, max_bytes=lambda: MAX_ADMIN_BODY_BYTES, remedy="send fewer fields", respond=_flat)
     return app
 
@@ -103,14 +107,15 @@ def _routes(state: ServerState, engine: Engine, log: RequestLog) -> APIRouter:
     return router
 
 
-def _authorized(token_sha256: str | None) -> Any:
-    expected = bytes.fromhex(token_sha256) if token_sha256 else None
+def _authorized(*token_sha256: str | None) -> Any:
+    """Return a check that the bearer token has one of these hashes; without any hash every caller passes."""
+    expected = [bytes.fromhex(each) for each in token_sha256 if each]
 
     async def check(request: Request) -> None:
-        if expected is None:
+        if not expected:
             return
         digest = bearer_digest(request.headers.get("authorization", "").encode("latin-1"))
-        if digest is None or not hmac.compare_digest(digest, expected):
+        if digest is None or not sum(hmac.compare_digest(digest, known) for known in expected):
             raise ApiError(401, "the admin token is missing or wrong; send 'Authorization: Bearer TOKEN'")
 
     return check

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from operator import sub
 
+from trimtab_engine.api.http.dispatches import PendingDispatch
 from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.metrics.observations import FinishedSequence, Observer
 from trimtab_engine.api.metrics.tracing import Tracer
@@ -15,6 +16,7 @@ from trimtab_engine.api.openai.admission import Ticket
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.output_queue import PlainRun
 from trimtab_engine.messages.requests import AddRequest, SequenceOutput
+from trimtab_engine.messages.state_stream import PrefixCuts
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.text.stream import TextStream
@@ -52,6 +54,10 @@ class GenerationPlan:
     """Trace headers of the request."""
     ticket: Ticket | None = None
     """Admission ticket, notified of each choice's first token."""
+    cuts: Sequence[PrefixCuts] = ()
+    """Prefix keys of each prompt; empty if no router listens."""
+    dispatch: PendingDispatch | None = None
+    """Dispatch that the last choice acknowledges. None if the request did not come from a router."""
 
     @property
     def n(self) -> int:
@@ -183,6 +189,10 @@ class Generator:
             adapter=plan.adapter,
             spans=plan.spans,
         )
+        if plan.cuts and index % plan.n == 0:
+            request.cuts = plan.cuts[index // plan.n]
+        if plan.dispatch is not None and index == len(plan.sampling) - 1:
+            request.dispatch = plan.dispatch.take()
         outputs = self._client.generate(request)
         held: Piece | None = None
         is_first = True

@@ -11,6 +11,7 @@ from trimtab_engine.ipc.bounded_worker import WorkersBusy
 from trimtab_engine.multimodal.items import Modality, MultiModalItem, Span
 from trimtab_engine.multimodal.placeholders import expand
 from trimtab_engine.multimodal.tiles import TileTokens
+from trimtab_engine.state_stream.key_ends import expanded_ends
 
 if TYPE_CHECKING:  # text-only servers need neither Pillow nor numpy
     from trimtab_engine.multimodal.reader import MediaReader
@@ -105,6 +106,14 @@ class PromptMedia:
             return expand(token_ids, items, self._placeholders)
         except InvalidRequest as error:
             raise invalid(str(error), "messages") from None
+
+    def expanded_ends(self, ends: Sequence[int], token_ids: Sequence[int], spans: Sequence[Span]) -> list[int]:
+        """Return the number of tokens before each of these ends after expansion. Ends after an image that a model
+        splits are dropped.
+        """
+        written = frozenset(self._placeholders.values())
+        places = [place for place, token_id in enumerate(token_ids) if token_id in written]
+        return expanded_ends(ends, places, () if self._tiles is not None else [span.end for span in spans])
 
     async def close(self) -> None:
         """Close the worker processes and connections."""

@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from fastapi import Request
+from trimtab_router.protocol.prefix_keys import CanonicalPrompt
 
+from trimtab_engine.api.http.dispatches import dispatch_of
 from trimtab_engine.api.http.errors import invalid, shorten
 from trimtab_engine.api.http.request_identity import key_salt
 from trimtab_engine.api.metrics.tracing import TRACE_HEADERS
 from trimtab_engine.api.openai.generation import GenerationPlan
 from trimtab_engine.api.openai.media import Media, PromptMedia
+from trimtab_engine.api.openai.prefix_cuts import text_cuts
 from trimtab_engine.api.openai.prompt_fields import TemplateFields
 from trimtab_engine.api.openai.protocol import (
     MAX_REPORTED,
@@ -23,6 +27,7 @@ from trimtab_engine.api.openai.protocol import (
 from trimtab_engine.api.openai.response_builders import ResponseBuilder
 from trimtab_engine.api.openai.restrictions import Restrictions
 from trimtab_engine.api.openai.state import ServerState, Serving
+from trimtab_engine.messages.state_stream import PrefixCuts
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.text.tokenizer import well_formed
 
@@ -72,10 +77,16 @@ async def tokenize_prompts(
 
 
 async def chat_prompt(
-    serving: Serving, body: ChatRequest, tools: Sequence[dict[str, Any]] | None, *, max_tokens: int | None, salt: str
-) -> tuple[list[int], tuple[Span, ...]]:
-    """Return the token IDs of a conversation up to the assistant's response, and its images and videos. Media are
-    cached per salt.
+    serving: Serving,
+    body: ChatRequest,
+    tools: Sequence[dict[str, Any]] | None,
+    *,
+    max_tokens: int | None,
+    salt: str,
+    forms: Sequence[CanonicalPrompt] = (),
+) -> tuple[list[int], tuple[Span, ...], list[PrefixCuts]]:
+    """Return the token IDs of a conversation up to the assistant's response, its images and videos, and the prefix keys
+    of its canonical form, if any. Media are cached per salt.
     """
     media = media_of(body.messages)
     if media:
@@ -90,9 +101,20 @@ async def chat_prompt(
         raise invalid("messages have no tokens; send at least one", "messages")
     ids = body.kept(ids, max_model_len=serving.facts.max_model_len, max_tokens=max_tokens)
     check_known(serving, ids, "messages")
+    cuts = [
+        await text_cuts(serving.tokenizer, form, text, ids, add_special_tokens=bool(body.add_special_tokens))
+        for form in forms
+    ]
     if not media:
-        return ids, ()
-    return taken.expand_placeholders(ids, await taken.items(media, salt=salt, max_tokens=serving.facts.max_model_len))
+        return ids, (), cuts
+    items = await taken.items(media, salt=salt, max_tokens=serving.facts.max_model_len)
+    expanded, spans = taken.expand_placeholders(ids, items)
+    cuts = [_shift_cuts(each, taken.expanded_ends(each.ends, ids, spans)) for each in cuts]
+    return expanded, spans, cuts
+
+
+def _shift_cuts(cuts: PrefixCuts, ends: list[int]) -> PrefixCuts:
+    return msgspec.structs.replace(cuts, keys=cuts.keys[: len(ends)], ends=ends)
 
 
 def _check_media(serving: Serving, media: Sequence[Media]) -> PromptMedia:
@@ -152,9 +174,10 @@ def build_plan(
     restrictions: Restrictions,
     arrival: float,
     spans: tuple[Span, ...] = (),
+    cuts: Sequence[PrefixCuts] = (),
 ) -> GenerationPlan:
     """Return the plan. `max_tokens` None means as many as fit; 0 means one token that is not returned. `spans` are the
-    images and videos of a single prompt.
+    images and videos of a single prompt, `cuts` the prefix keys of each prompt.
     """
     vocab_size = serving.facts.vocab_size
     requested = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"  # field with the number of logprobs
@@ -200,6 +223,8 @@ def build_plan(
         trace_headers={name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         if state.options.otlp_traces_endpoint
         else {},
+        cuts=cuts,
+        dispatch=dispatch_of(request),
     )
 
 

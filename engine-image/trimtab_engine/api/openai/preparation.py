@@ -14,6 +14,7 @@ from trimtab_engine.api.openai.constraints import Constraint
 from trimtab_engine.api.openai.generation import GenerationPlan
 from trimtab_engine.api.openai.parsed_chat_response import ParsedChatResponseBuilder
 from trimtab_engine.api.openai.planning import build_plan, cache_salt_of, chat_prompt, completion_prompts
+from trimtab_engine.api.openai.prefix_cuts import canonical_forms, completion_cuts
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest
 from trimtab_engine.api.openai.reasoning_parsers import NEEDS_SPECIAL_TOKENS, PARSERS
 from trimtab_engine.api.openai.respond import Echo
@@ -60,6 +61,7 @@ async def prepare_completion(
         prompt_logprobs=body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs,
         restrictions=await check_restrictions(body, serving),
         arrival=arrival,
+        cuts=await completion_cuts(state, serving.tokenizer, request, body, prompts),
     )
     echo = None if texts is None else Echo(texts, alone=max_tokens == 0)
     return PreparedRequest(builder, plan, echo, body.constraint())
@@ -78,7 +80,8 @@ async def prepare_chat(state: ServerState, serving: Serving, body: ChatRequest, 
     )
     model = state.check_model(body.model)
     salt = cache_salt_of(request, body)
-    ids, spans = await chat_prompt(serving, body, use.for_template, max_tokens=max_tokens, salt=salt)
+    forms = await canonical_forms(state, request, body)
+    ids, spans, cuts = await chat_prompt(serving, body, use.for_template, max_tokens=max_tokens, salt=salt, forms=forms)
     builder = _chat_response_builder(state, serving, body, request, use, model, ids)
     plan = build_plan(
         state,
@@ -93,6 +96,7 @@ async def prepare_chat(state: ServerState, serving: Serving, body: ChatRequest, 
         restrictions=await check_restrictions(body, serving, use.constraint),
         arrival=arrival,
         spans=spans,
+        cuts=cuts,
     )
     return PreparedRequest(builder, plan, constraint=use.constraint or body.constraint())
 

@@ -31,6 +31,8 @@ class ServerOptions:
     served_model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     admin_token_sha256: str | None = None
+    state_token_sha256: str | None = None
+    """SHA-256 of the routers' token, which opens the state stream only."""
     max_logprobs: int = 20
     api_server_count: int = 1
     stream_interval: int = 1

@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from trimtab_engine.api.http.connections import ConnectionLimits
+from trimtab_engine.api.http.dispatches import AcknowledgeDispatches
 from trimtab_engine.api.http.errors import add_error_handlers
 from trimtab_engine.api.http.get_and_head import get_and_head
 from trimtab_engine.api.http.json_cost import MAX_COST, JsonCostLimit
@@ -50,6 +51,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.add_middleware(RequestIds)
     app.add_middleware(CloseWhileEnding, is_ending=lambda: state.is_ending)
     app.add_middleware(CountArrivals, on_arrival=state.count_request, uncounted=PROBES | METRICS)
+    app.add_middleware(AcknowledgeDispatches, note=state.core.note_dispatch)
     return app
 
 

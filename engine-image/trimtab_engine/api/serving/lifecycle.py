@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_router.protocol import messages, prefix_keys
+
 from trimtab_engine.api.admin.routes import MAX_ADMIN_BODY_BYTES, build_admin_app
 from trimtab_engine.api.http.connections import ConnectionLimits
 from trimtab_engine.api.http.server import CLOSE_SECONDS, HttpServer, bind, loop_factory
@@ -28,6 +30,7 @@ from trimtab_engine.ipc.open_files import raise_open_file_limit
 from trimtab_engine.ipc.process_exit import EXIT_INTERRUPTED
 from trimtab_engine.ipc.shared_secret import SharedSecret
 from trimtab_engine.messages.admin import EngineState
+from trimtab_engine.state_stream.hub import StateHub
 
 QUIET_SECONDS = 1.0  # without requests: clients have stopped sending to this engine
 ARRIVAL_POLL_SECONDS = 0.1  # poll interval of arrivals; each poll accepts waiting connections
@@ -84,6 +87,7 @@ class _EngineServer:
     ) -> None:
         self._options, self._shutdown_timeout = options, shutdown_timeout
         count = options.api_server_count
+        self._hub = StateHub(self._hello, lambda enabled: self._core.report_state(enabled=enabled))
         self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
         self._exporter = EngineExporter(
             options.served_model_names[0],
@@ -101,7 +105,8 @@ class _EngineServer:
             on_ready=self._exporter.begin,
             on_step=self._exporter.on_step,
             on_state=self._on_state,
-            on_gone=self._exporter.core_gone,
+            on_gone=self._on_gone,
+            on_report=self._hub.receive,
         )
         self._exporter.silences = self._core.silent_seconds
         self._scaling = CoreScaling(self._core, self._launcher, config)
@@ -112,11 +117,11 @@ class _EngineServer:
         else:
             others = self._launcher.addresses[1:]
             self._servers = ServerPool(config, options, self._exporter, sockets[0], others, self._core)
-        self._state.on_drain = self._servers.begin_drain
+        self._state.on_drain = self._begin_drain
         self._state.on_drop_media_cache = self._servers.drop_media_cache
         self._admin = (
             HttpServer(
-                build_admin_app(self._state, self._scaling.call, self._exporter.requests),
+                build_admin_app(self._state, self._scaling.call, self._exporter.requests, self._hub),
                 sockets[1],
                 ConnectionLimits(MAX_ADMIN_CONNECTIONS, lambda: MAX_ADMIN_CONNECTIONS * MAX_ADMIN_BODY_BYTES),
             )
@@ -146,6 +151,7 @@ class _EngineServer:
         finally:
             for task in background:
                 task.cancel()
+            self._hub.close()
             seconds = CLOSE_SECONDS if self._core.is_alive else FAILURE_CLOSE_SECONDS
             admin = [self._admin.close(seconds)] if self._admin is not None else []
             await asyncio.gather(*background, *admin, self._servers.close(seconds), return_exceptions=True)
@@ -155,6 +161,33 @@ class _EngineServer:
     def _on_state(self, state: EngineState) -> None:
         set_log_level(state.log_level)
         self._exporter.on_state(state)
+        self._hub.rest(state.pause_mode, state.sleep_level)
+
+    def _on_gone(self, rank: int) -> None:
+        self._exporter.core_gone(rank)
+        self._hub.remove_core(rank)
+
+    def _begin_drain(self) -> None:
+        self._hub.drain()
+        self._servers.begin_drain()
+
+    def _hello(self, epoch: str) -> messages.Hello | None:
+        """Return the engine's description for routers, or None while it loads."""
+        ready = self._core.ready
+        if ready is None:
+            return None
+        return messages.Hello(
+            messages.VERSION,
+            epoch,
+            self._core.ranks,
+            ready.block_size,
+            messages.KeyRule(
+                prefix_keys.KEY_RULE,
+                prefix_keys.CUT_BYTES,
+                list(self._options.served_model_names),
+                separates_api_keys=len(self._options.api_keys) > 1,
+            ),
+        )
 
     async def _load(self) -> None:
         """Load the servers. Raises ConfigError if a tokenizer cannot be read."""
@@ -199,6 +232,7 @@ class _EngineServer:
 
         Counts polls instead of seconds: on a busy node connections wait until they are accepted.
         """
+        self._hub.drain(self._shutdown_timeout)
         self._servers.become_not_ready()
         quiet_looks, arrivals = 0, self._servers.num_arrivals
         for _ in range(round(self._max_terminating_seconds / ARRIVAL_POLL_SECONDS)):

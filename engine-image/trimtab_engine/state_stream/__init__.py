@@ -1,0 +1,1 @@
+"""The engine's side of the state stream (docs/reference/contract.md section 8)."""
