@@ -46,8 +46,8 @@ class Delete:
 
 Action = Apply | Delete
 
-PROTECTION_KINDS = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule")
-"""Kinds that engines serve without."""
+PROTECTION_KINDS = ("PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "PrometheusRule", "RoleBinding", "Deployment")
+"""Kinds that engines serve without. The last two are the router's, without which clients reach the engines directly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Rejection:
 
     @property
     def stops_serving(self) -> bool:
-        """False for objects that protect or monitor engines, which serve without them."""
+        """False for objects that protect, monitor or front engines, which serve without them."""
         return kind_and_name(self.action)[0] not in PROTECTION_KINDS
 
 
@@ -88,7 +88,9 @@ def depends_on(action: Action, rejected: Action) -> bool:
         return name != leader == what
     if isinstance(action, Delete) or not rejected.is_new:
         return False
-    return missing in ("ServiceAccount", "Secret") or (missing, what) == ("Service", leader)
+    if missing == "ServiceAccount":  # the router has another one
+        return bool(action.manifest["spec"]["template"]["spec"].get("serviceAccountName") == what)
+    return missing == "Secret" or (missing, what) == ("Service", leader)
 
 
 @dataclass(frozen=True, slots=True)
