@@ -859,7 +859,7 @@ def _grammar_error_message(sampling: Sampling, error: str) -> str:
     message names them, because the client can change them.
     """
     others = {
-        "allowed_token_ids": sampling.allowed_token_ids,
+        "allowed_token_ids": sampling.allowed_tokens,
         "bad_words": sampling.bad_words,
         "logit_bias": sampling.logit_bias,
     }

@@ -17,10 +17,11 @@ from trimtab_engine.multimodal.positions import RopePositions
 def check_token_ids(message: AddRequest, vocab_size: int) -> None:
     """Raise InvalidRequest unless every token id that the device will index with is one of the vocabulary's."""
     sampling = message.sampling
+    highest_allowed = int.from_bytes(sampling.allowed_tokens, "little").bit_length() - 1
     named: tuple[tuple[str, Collection[int]], ...] = (
         ("the prompt", message.prompt_token_ids),
         ("logit_bias", sampling.logit_bias or ()),
-        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("allowed_token_ids", (highest_allowed,) if sampling.allowed_tokens else ()),
     )
     for name, token_ids in named:
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):

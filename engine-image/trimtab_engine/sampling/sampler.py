@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from trimtab_kernels.apply_penalties import apply_penalties
-from trimtab_kernels.apply_token_bitmask import apply_token_bitmask
+from trimtab_kernels.apply_token_bitmask import WORD_BITS, apply_token_bitmask
 from trimtab_kernels.argmax import argmax
 from trimtab_kernels.keep_likely_tokens import keep_likely_tokens
 from trimtab_kernels.sample import sample_triton
@@ -119,7 +119,7 @@ def _is_adjusted(request: SampledRow) -> bool:
     p = request.sampling
     return (
         has_penalties(p)
-        or bool(p.logit_bias or p.allowed_token_ids or p.bad_words)
+        or bool(p.logit_bias or p.allowed_tokens or p.bad_words)
         or request.num_output_tokens < p.min_tokens
     )
 
@@ -182,13 +182,14 @@ def _adjust(logits: torch.Tensor, requests: Sequence[SampledRow], eos_token_ids:
 
 
 def _restrict(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:
-    """Only allowed_token_ids, where there are any."""
-    for row, request in enumerate(requests):
-        p = request.sampling
-        if p.allowed_token_ids:
-            index = torch.tensor(p.allowed_token_ids, dtype=torch.int64, device=logits.device)
-            kept = logits[row].index_select(0, index)
-            logits[row].fill_(float("-inf")).index_copy_(0, index, kept)
+    """Apply allowed_tokens, which have the layout of grammar masks."""
+    rows = [row for row, request in enumerate(requests) if request.sampling.allowed_tokens]
+    if rows:
+        bitmask = np.zeros((len(rows), -(-logits.shape[1] // WORD_BITS)), np.int32)
+        for mask, row in zip(bitmask.view(np.uint8), rows, strict=True):
+            allowed = requests[row].sampling.allowed_tokens
+            mask[: len(allowed)] = np.frombuffer(allowed, np.uint8)
+        apply_masks(logits, TokenMasks(torch.from_numpy(bitmask), rows))
 
 
 def _add_biases(logits: torch.Tensor, requests: Sequence[SampledRow]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from trimtab_kernels.edit_logits import NONE
 
@@ -71,7 +72,7 @@ class RowIndices:
 
 def has_biases(p: Sampling) -> bool:
     """Return True if the edits are the same at every token."""
-    return bool(p.logit_bias or p.allowed_token_ids)
+    return bool(p.logit_bias or p.allowed_tokens)
 
 
 class TokenTable:
@@ -141,10 +142,11 @@ def _num_rows(p: Sampling) -> int:
 
 
 def biases_of(p: Sampling, width: int) -> torch.Tensor:
-    """[width] float32: logit_bias, and -inf where allowed_token_ids do not allow."""
+    """[width] float32: logit_bias, and -inf for tokens that allowed_tokens exclude."""
     biases = torch.zeros(width)
-    if p.allowed_token_ids:
-        biases.fill_(float("-inf"))[list(p.allowed_token_ids)] = 0.0
+    if p.allowed_tokens:
+        bits = np.unpackbits(np.frombuffer(p.allowed_tokens, np.uint8), bitorder="little", count=width)
+        biases.masked_fill_(torch.from_numpy(bits) == 0, float("-inf"))
     if p.logit_bias:
         biases[list(p.logit_bias)] += torch.tensor(list(p.logit_bias.values()))
     return biases

@@ -24,7 +24,7 @@ from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.sampling import sampler
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.scheduling.sampling import Sampling, token_mask
 
 VOCABULARY = 97
 MAX_MODEL_LEN = 128
@@ -525,7 +525,7 @@ def test_max_model_len_auto_reports_missing_memory(model: Path) -> None:
     [
         {"prompt_token_ids": [1, VOCABULARY, 2]},
         {"sampling": Sampling(logit_bias={VOCABULARY: 1.0})},
-        {"sampling": Sampling(allowed_token_ids=(VOCABULARY,))},
+        {"sampling": Sampling(allowed_tokens=token_mask((VOCABULARY,)))},
     ],
 )
 def test_a_token_id_that_the_model_does_not_have_ends_its_request_alone(
@@ -583,7 +583,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone_and_are_counted(
 
 def test_request_without_possible_token_fails_with_reason(model: Path) -> None:
     engine, _ = an_engine(model)
-    stuck = Sampling(max_tokens=5, min_tokens=3, temperature=0.0, allowed_token_ids=(96,))
+    stuck = Sampling(max_tokens=5, min_tokens=3, temperature=0.0, allowed_tokens=token_mask((96,)))
     engine.add(AddRequest("stuck", [1, 2, 3], stuck, arrival_time=0.0))
     outputs, failed = [], Counter[str]()
     while engine.has_work:

@@ -8,7 +8,7 @@ from trimtab_engine.core.request_checks import check_items, check_token_ids, rop
 from trimtab_engine.errors import InvalidRequest
 from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.multimodal.items import MultiModalItem, Patches, Span
-from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.scheduling.sampling import Sampling, token_mask
 
 
 def a_message(prompt: list[int], **sampling: Any) -> AddRequest:
@@ -22,7 +22,7 @@ def a_message(prompt: list[int], **sampling: Any) -> AddRequest:
         ([1, -1, 2], {}, "the prompt has token id -1"),
         ([1, 2**31], {}, "the prompt has token id 2147483648"),
         ([1], {"logit_bias": {3: 1.0, 50: 1.0}}, "logit_bias has token id 50"),
-        ([1], {"allowed_token_ids": (3, 77)}, "allowed_token_ids has token id 77"),
+        ([1], {"allowed_tokens": token_mask((3, 77))}, "allowed_token_ids has token id 77"),
     ],
 )
 def test_a_token_id_outside_the_vocabulary_is_refused_and_named(
@@ -33,7 +33,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_and_named(
 
 
 def test_vocabulary_ids_and_unreachable_stops_are_accepted() -> None:
-    restricted = {"logit_bias": {0: 1.0, 49: -1.0}, "allowed_token_ids": (0, 49), "stop_token_ids": (50,)}
+    restricted = {"logit_bias": {0: 1.0, 49: -1.0}, "allowed_tokens": token_mask((0, 49)), "stop_token_ids": (50,)}
     check_token_ids(a_message([0, 49], **restricted, bad_words=((50,),)), vocab_size=50)
 
 

@@ -45,7 +45,7 @@ from trimtab_engine.parallel.ranks import Layout
 from trimtab_engine.runner import start
 from trimtab_engine.runner.model_runner import ModelRunner
 from trimtab_engine.scheduling.pooling import Pooling, PoolingMethod
-from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.scheduling.sampling import Sampling, token_mask
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_kernels.launch import jit
 from trimtab_kernels.launch.jit import Launch, record_launches
@@ -417,7 +417,7 @@ EXTREMES: list[dict[str, Any]] = [
     {"logprobs": 2**31},
     {"prompt_logprobs": 2**31},
     {"logit_bias": {303: 100.0, 0: -100.0}},
-    {"allowed_token_ids": (303,)},
+    {"allowed_tokens": token_mask((303,))},
     {"stop_token_ids": (2**31 - 1,), "min_tokens": 8},
     {"min_tokens": 2**63 - 1, "bad_words": ((303, 2**31 - 1), (303,))},
     {"max_tokens": 2**63 - 1},

@@ -15,7 +15,7 @@ from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages.admin import PatchConfig, Sleep, WakeUp
 from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.sampling.device_sampler import DeviceSampler
-from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.scheduling.sampling import Sampling, token_mask
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 VOCABULARY = 512
@@ -109,8 +109,8 @@ def test_graphs_give_the_tokens_of_eager_steps(
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.5, "frequency_penalty": -0.3, "temperature": 0.8, "seed": 5},
         {"logit_bias": {5: 2.0, 6: -3.0}, "logprobs": 3, "repetition_penalty": 1.1},
-        {"allowed_token_ids": (3, 5, 7), "bad_words": ((3, 5), (5, 5), (7, 3, 7))},
-        {"min_tokens": 9, "ignore_eos": False, "allowed_token_ids": (0, 4, 8), "logprobs": 0},
+        {"allowed_tokens": token_mask((3, 5, 7)), "bad_words": ((3, 5), (5, 5), (7, 3, 7))},
+        {"min_tokens": 9, "ignore_eos": False, "allowed_tokens": token_mask((0, 4, 8)), "logprobs": 0},
     ],
     ids=["repetition", "presence", "bias", "words", "min tokens"],
 )

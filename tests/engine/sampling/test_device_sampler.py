@@ -11,6 +11,7 @@ import torch
 from trimtab_engine.sampling.choice_columns import PlainRows
 from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.sampling import token_mask
 
 VOCABULARY = 40
 
@@ -103,7 +104,7 @@ def test_plain_rows_in_columns_are_chosen_as_any(temperature: float) -> None:
         {"min_tokens": 1},
         {"bad_words": ((1,),)},
         {"logit_bias": {1: 1.0}},
-        {"allowed_token_ids": (1,)},
+        {"allowed_tokens": token_mask((1,))},
     ],
 )
 def test_a_request_is_plain_when_nothing_but_its_logits_decides(asked: dict[str, Any]) -> None:

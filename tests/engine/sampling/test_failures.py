@@ -10,6 +10,7 @@ from trimtab_engine.sampling.device_sampler import DeviceSampler
 from trimtab_engine.sampling.failures import Failure, failures_of
 from trimtab_engine.sampling.sampler import sample
 from trimtab_engine.sampling.token_table import DeviceRow
+from trimtab_engine.scheduling.sampling import token_mask
 
 VOCABULARY = 50
 
@@ -52,14 +53,14 @@ def test_rows_of_a_greedy_batch_are_told_by_the_logit_of_their_token() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_whose_every_token_is_forbidden_fails_alone(temperature: float) -> None:
-    stuck = a_request(allowed_token_ids=(2,), min_tokens=3, temperature=temperature)
+    stuck = a_request(allowed_tokens=token_mask((2,)), min_tokens=3, temperature=temperature)
     result = sample(torch.zeros(2, VOCABULARY), [stuck, a_request(temperature=temperature)], eos_token_ids=(2,))
     assert result.failed == {0: Failure.NOTHING_LEFT}
 
 
 def test_the_device_s_sampler_tells_the_same() -> None:
     sampler = DeviceSampler(VOCABULARY, (2,), max_num_seqs=64, device=torch.device("cpu"))
-    stuck = a_request(allowed_token_ids=(2,), min_tokens=3, temperature=0.0, logprobs=0)
+    stuck = a_request(allowed_tokens=token_mask((2,)), min_tokens=3, temperature=0.0, logprobs=0)
     rows = [DeviceRow(request) for request in (a_request(temperature=0.0), stuck, a_request(temperature=0.0))]
     logits = torch.zeros(3, VOCABULARY)
     logits[2] = math.nan

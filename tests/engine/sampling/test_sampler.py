@@ -1,12 +1,17 @@
 """The sampler: the effect of each parameter, and independence of requests in a batch."""
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from engine_builders import a_request
+from hypothesis import given
+from hypothesis import strategies as st
 from trimtab_engine.sampling.sampler import TokenMasks, _draw_by_kernel, sample
+from trimtab_engine.scheduling.sampling import token_mask, tokens_of
 
 VOCABULARY = 50
 
@@ -141,8 +146,8 @@ def test_logit_bias_moves_the_choice() -> None:
 
 
 def test_allowed_token_ids_are_the_only_ones_chosen() -> None:
-    assert set(draws(100, logits_with(7, 8), allowed_token_ids=(3, 4))) == {3, 4}
-    assert sample(logits_with(7, 8), [a_request(temperature=0.0, allowed_token_ids=(8, 9))]).token_ids == [8]
+    assert set(draws(100, logits_with(7, 8), allowed_tokens=token_mask((3, 4)))) == {3, 4}
+    assert sample(logits_with(7, 8), [a_request(temperature=0.0, allowed_tokens=token_mask((8, 9)))]).token_ids == [8]
 
 
 def test_a_bad_word_is_never_completed() -> None:
@@ -161,3 +166,24 @@ def test_the_devices_draw_obeys_the_same_limits_and_seeds() -> None:
     assert drawn[0] == logits[0].argmax()
     assert drawn[2] == logits[2].argmax()
     assert _draw_by_kernel(logits[1:2], requests[1:2])[0] == drawn[1], "a seeded draw depends on nothing else"
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_token_mask_holds_a_set_of_tokens(token_ids: set[int]) -> None:
+    assert tokens_of(token_mask(token_ids)) == sorted(token_ids)
+
+
+def test_many_allowed_tokens_cost_no_more_than_few() -> None:
+    """A step of 16 rows with 49,000 allowed tokens each, and with ten."""
+    logits = torch.randn(16, 50_000, generator=torch.Generator().manual_seed(0))
+
+    def seconds(token_ids: range) -> float:
+        rows = [a_request(temperature=0.0, allowed_tokens=token_mask(token_ids)) for _ in range(16)]
+        times = []
+        for _ in range(9):
+            copy, began = logits.clone(), time.thread_time()
+            sample(copy, rows)
+            times.append(time.thread_time() - began)
+        return min(times)
+
+    assert seconds(range(49_000)) < 3 * seconds(range(49_000, 49_010))

@@ -8,6 +8,7 @@ from engine_builders import a_request
 from trimtab_engine.sampling import token_table
 from trimtab_engine.sampling.token_table import DeviceRow, TokenTable, biases_of, counts_of
 from trimtab_engine.scheduling.request import Request, RequestStatus
+from trimtab_engine.scheduling.sampling import token_mask
 
 CPU = torch.device("cpu")
 VOCABULARY = 10
@@ -44,7 +45,7 @@ def test_counts_are_of_the_output_and_of_being_in_the_prompt() -> None:
 def test_biases_add_up_and_forbid() -> None:
     inf = float("inf")
     assert biases_of(a_request(logit_bias={1: 2.5}).sampling, 4).tolist() == [0.0, 2.5, 0.0, 0.0]
-    p = a_request(logit_bias={1: 2.5, 2: 1.0}, allowed_token_ids=(0, 1)).sampling
+    p = a_request(logit_bias={1: 2.5, 2: 1.0}, allowed_tokens=token_mask((0, 1))).sampling
     assert biases_of(p, 4).tolist() == [0.0, 2.5, -inf, -inf]
 
 

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from trimtab_engine.config.speculation import SpeculativeConfig
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages.requests import AddRequest, SequenceOutput
-from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs, token_mask
 
 END = 256
 MAX_STEPS = 100_000  # an engine waiting for a grammar takes many empty steps
@@ -227,7 +227,7 @@ def test_max_tokens_truncates_the_grammar(tiny_model: Path) -> None:
 
 def test_failing_grammar_only_ends_its_request(tiny_model: Path) -> None:
     bad = make_request("bad", LLMatcher.grammar_from_regex("(a"))
-    forbidden = make_request("forbidden", LLMatcher.grammar_from_regex("abc"), allowed_token_ids=(120,))
+    forbidden = make_request("forbidden", LLMatcher.grammar_from_regex("abc"), allowed_tokens=token_mask((120,)))
     good = make_request("good", LLMatcher.grammar_from_regex("abc"))
     outputs = serve(an_engine(tiny_model), bad, forbidden, good)
     assert [outputs[name][-1].finish_reason for name in ("bad", "forbidden", "good")] == ["error", "error", "stop"]

@@ -239,7 +239,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
             ignore_eos=self.ignore_eos,
             prompt_logprobs=prompt_logprobs,
             logit_bias=self.logit_bias or None,
-            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            allowed_tokens=restrictions.allowed_tokens,
             bad_words=restrictions.bad_words,
             grammar=restrictions.grammar,
         )

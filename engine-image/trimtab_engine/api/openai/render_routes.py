@@ -12,6 +12,7 @@ from trimtab_engine.api.openai.planning import reject_media
 from trimtab_engine.api.openai.preparation import PreparedRequest, prepare_chat, prepare_completion
 from trimtab_engine.api.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from trimtab_engine.api.openai.state import ServerState
+from trimtab_engine.scheduling.sampling import tokens_of
 
 Json = dict[str, Any]
 
@@ -77,7 +78,7 @@ def _sampling_params(body: GenerationRequest, prepared: PreparedRequest, number:
         "logprobs": sampling.logprobs,
         "prompt_logprobs": sampling.prompt_logprobs,
         "logit_bias": sampling.logit_bias,
-        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "allowed_token_ids": tokens_of(sampling.allowed_tokens) or None,
         "bad_words": body.bad_words or [],
         "structured_outputs": _structured_outputs(prepared.constraint),
     }

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from trimtab_engine.api.http.errors import invalid
 from trimtab_engine.api.openai.constraints import Constraint, StructuredFields
+from trimtab_engine.scheduling.sampling import token_mask
 from trimtab_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Restrictions:
 
     grammar: str | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_tokens: bytes = b""
+    """Bitmask of `allowed_token_ids`, which all choices share."""
 
 
 NO_RESTRICTIONS = Restrictions()
@@ -78,7 +81,8 @@ async def check_restrictions(
             raise invalid(f"{field}: {highest} is outside the vocabulary of {vocab_size} tokens", field)
     constraint = constraint or body.constraint()
     grammar = None if constraint is None else await serving.trials.grammar(constraint, _param(body))
-    return Restrictions(grammar, bad_word_tokens(serving.tokenizer, body.bad_words or []))
+    bad_words = bad_word_tokens(serving.tokenizer, body.bad_words or [])
+    return Restrictions(grammar, bad_words, token_mask(body.allowed_token_ids or ()))
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: list[str]) -> tuple[tuple[int, ...], ...]:

@@ -20,7 +20,7 @@ from trimtab_engine.runner import start
 from trimtab_engine.runner.graphs.device_steps import warm_up_sizes
 from trimtab_engine.runner.graphs.plan import cuda_graph_plan
 from trimtab_engine.sampling import token_table
-from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
+from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs, token_mask
 from trimtab_kernels.tune.measurement import BATCH_SIZES
 
 VOCABULARY = 97
@@ -145,10 +145,11 @@ def test_tokens_equal_cpu_steps(model: Path, changes: dict[str, Any]) -> None:
         {"presence_penalty": 0.6, "frequency_penalty": -0.4, "temperature": 0.9, "seed": 4},
         {"temperature": 0.7, "seed": 3, "min_tokens": 4, "ignore_eos": False},
         {"logprobs": 2},
-        {"allowed_token_ids": tuple(range(3, 60, 2)), "repetition_penalty": 2.0, "max_tokens": 12},
+        {"allowed_tokens": token_mask(tuple(range(3, 60, 2))), "repetition_penalty": 2.0, "max_tokens": 12},
         {"logit_bias": {7: 3.5, 9: -50.0, 11: 3.0}, "frequency_penalty": 1.0},
-        {"bad_words": ((7,), (3, 5), (5, 3), (3, 3, 3), (5, 5)), "allowed_token_ids": (3, 5, 7), "max_tokens": 12},
-        {"allowed_token_ids": (3, 5, 96), "min_tokens": 5, "ignore_eos": False, "logprobs": 1,
+        {"bad_words": ((7,), (3, 5), (5, 3), (3, 3, 3), (5, 5)), "allowed_tokens": token_mask((3, 5, 7)),
+         "max_tokens": 12},
+        {"allowed_tokens": token_mask((3, 5, 96)), "min_tokens": 5, "ignore_eos": False, "logprobs": 1,
          "presence_penalty": 2.0},
     ],
     ids=[

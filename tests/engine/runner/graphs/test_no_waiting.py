@@ -34,7 +34,7 @@ from trimtab_engine.sampling.token_table import DeviceRow
 from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.batch import ScheduledSequence
 from trimtab_engine.scheduling.request import Request
-from trimtab_engine.scheduling.sampling import Sampling
+from trimtab_engine.scheduling.sampling import Sampling, token_mask
 from trimtab_engine.scheduling.step_inputs import flatten
 from trimtab_engine.weights.source import Span
 from trimtab_kernels.launch import jit
@@ -392,7 +392,7 @@ def test_random_sampling_waits_for_nothing_either(sampling: dict[str, Any], tmp_
         ({"presence_penalty": 0.2, "frequency_penalty": -0.1, "logprobs": 2}, {"_edit_logits"}),
         ({"min_tokens": 9, "stop_token_ids": (4, 5)}, {"_ban_tokens"}),
         ({"logit_bias": {3: 1.0}, "temperature": 1.0, "seed": 3}, {"_edit_logits", "_sample"}),
-        ({"allowed_token_ids": (3, 4, 7)}, {"_edit_logits"}),
+        ({"allowed_tokens": token_mask((3, 4, 7))}, {"_edit_logits"}),
         ({"bad_words": ((3,), (1, 5, 7), (5, 2, 8))}, {"_ban_tokens"}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
