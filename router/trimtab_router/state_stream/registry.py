@@ -37,8 +37,6 @@ class Registry:
 
     Args:
         served_models: Names of the base model that the router was given; engines report more.
-        start_stream: Starts the state stream of an endpoint with an admin port. Without it there are no
-            streams, and own dispatches are all that is known.
         on_change: Called after each change that can end a hold: new endpoints, a report, an ended request.
     """
 
@@ -46,7 +44,6 @@ class Registry:
         self,
         served_models: Collection[str] = (),
         *,
-        start_stream: StreamFactory | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.index = PrefixIndex()
@@ -54,7 +51,12 @@ class Registry:
         """Identity of this process for the engines: the first part of x-trimtab-dispatch."""
         self.on_change = on_change
         self._served_models = frozenset(served_models)
-        self._start_stream = start_stream
+        self.start_stream: StreamFactory | None = None
+        """Starts the state stream of an endpoint with an admin port (client.py). Without it there are no streams, and
+        own dispatches are all that is known.
+        """
+        self.on_token: Callable[[], None] = lambda: None
+        """Called after set_token()."""
         self._replicas: dict[str, Replica] = {}
         self._streams: dict[str, Stream] = {}
         self._free_bits: list[int] = []
@@ -85,14 +87,14 @@ class Registry:
     def _add(self, endpoint: Endpoint) -> None:
         bit = self._free_bits.pop() if self._free_bits else len(self._replicas)
         replica = self._replicas[endpoint.name] = Replica(endpoint, bit, self.index)
-        if self._start_stream is not None and endpoint.admin_port is not None:
+        if self.start_stream is not None and endpoint.admin_port is not None:
 
             def receive(message: Message, now: float) -> None:
                 replica.receive(message, now)
                 self._learn(message)
                 self.on_change()
 
-            self._streams[endpoint.name] = self._start_stream(endpoint, receive)
+            self._streams[endpoint.name] = self.start_stream(endpoint, receive)
 
     def _remove(self, name: str) -> None:
         stream = self._streams.pop(name, None)
@@ -104,7 +106,10 @@ class Registry:
 
     def set_token(self, token: str, former_token: str | None = None) -> None:
         """Set the state token. During a rotation engines may still know the former one only."""
-        self.tokens = (token,) if former_token is None else (token, former_token)
+        tokens = (token,) if former_token is None else (token, former_token)
+        if tokens != self.tokens:
+            self.tokens = tokens
+            self.on_token()
 
     def close(self) -> None:
         """End all streams."""
