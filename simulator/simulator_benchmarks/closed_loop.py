@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trimtab_operator.tuner.engine_model import Sequence as Served
 from trimtab_simulator.plant.fleet import Fleet, FleetSettings
-from trimtab_simulator.plant.router import RouterKind, router_of
+from trimtab_simulator.plant.routing import RouterSettings, router_of
 from trimtab_simulator.policies.policy import Policy, PolicyInput
 from trimtab_simulator.replay import Change
 
@@ -45,7 +45,7 @@ def run_clients(
 
 class _ClosedLoop:
     def __init__(self, settings: FleetSettings, policy: Policy, clients: Clients, seed: int) -> None:
-        self._fleet = Fleet(settings, router_of(RouterKind.LEAST_REQUEST, seed))
+        self._fleet = Fleet(settings, router_of(RouterSettings(), seed))
         self._policy = policy
         self._clients = clients
         self._rng = random.Random(f"clients-{seed}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trimtab_operator.tuner.engine_model import Gaps
 from trimtab_operator.tuner.engine_model import Sequence as Served
@@ -12,10 +12,11 @@ from trimtab_operator.tuner.parameters import Value
 from trimtab_operator.tuner.samples import ReplicaSnapshot
 
 from trimtab_simulator.plant.fleet import Fleet, FleetSettings
-from trimtab_simulator.plant.router import RouterKind, router_of
+from trimtab_simulator.plant.pooled_blocks import PrefixPool
+from trimtab_simulator.plant.routing import RouterKind, RouterSettings, router_of
 from trimtab_simulator.plant.snapshots import GAP_EDGES
 from trimtab_simulator.policies.policy import Policy, PolicyInput
-from trimtab_simulator.trace.arrivals import Arrival, Trace
+from trimtab_simulator.trace.arrivals import Arrival, PrefixIds, Trace
 
 REPLICAS = "replicas"
 
@@ -79,7 +80,7 @@ class SimulationResult:
 class ReplaySettings:
     """Router, seed and sampling of a replay. `delay_seconds` is the age of a snapshot when a policy sees it."""
 
-    router: RouterKind = RouterKind.LEAST_REQUEST
+    router: RouterSettings = field(default_factory=RouterSettings)
     seed: int = 0
     delay_seconds: float = 0.0
     timeline_interval_seconds: float = 15.0
@@ -117,7 +118,10 @@ class _Replay:
         self._policy = policy
         self._loop = loop
         self._progress = progress
+        if loop.router.kind is RouterKind.SHARED_CACHE_ORACLE:
+            settings = replace(settings, make_blocks=PrefixPool().make_blocks)
         self._fleet = Fleet(settings, router_of(loop.router, loop.seed))
+        self._prefix_ids = PrefixIds()
         self._max_tokens = settings.machine.max_model_len
         self._schedule = list(schedule)
         self._next_tick = policy.tick_seconds
@@ -148,7 +152,8 @@ class _Replay:
         if arrival.prompt + arrival.output > self._max_tokens:
             self._rejected += 1
             return
-        self._fleet.send(Served(arrival.at, arrival.prompt, arrival.output, arrival.prefix), arrival.at)
+        prefix = self._prefix_ids.ids_of(arrival.prefix)
+        self._fleet.send(Served(arrival.at, arrival.prompt, arrival.output, prefix), arrival.at)
 
     def _due(self) -> float:
         scheduled = self._schedule[0][0] if self._schedule else math.inf

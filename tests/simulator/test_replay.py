@@ -12,7 +12,7 @@ from trimtab_operator.tuner.samples import Phase
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.plant.fleet import FleetSettings
 from trimtab_simulator.plant.machine import Machine
-from trimtab_simulator.plant.router import RouterKind
+from trimtab_simulator.plant.routing import RouterKind, RouterSettings
 from trimtab_simulator.policies.fixed import Fixed
 from trimtab_simulator.policies.policy import STAY, PolicyActions, PolicyInput
 from trimtab_simulator.replay import ReplaySettings, SimulationResult, replay
@@ -60,7 +60,7 @@ class Scripted:
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_every_request_is_served_once(router: RouterKind, replicas: int) -> None:
     trace = a_trace()
-    outcome = replay(trace, Fixed("static"), settings(replicas), ReplaySettings(router))
+    outcome = replay(trace, Fixed("static"), settings(replicas), ReplaySettings(RouterSettings(router)))
     assert sorted(s.arrival for s in outcome.served) == [a.at for a in trace.arrivals]
     assert all(s.finished_at is not None and (s.ttft or 0) > 0 for s in outcome.served)
     assert outcome.gpu_seconds == pytest.approx(replicas * 300)
@@ -69,7 +69,9 @@ def test_every_request_is_served_once(router: RouterKind, replicas: int) -> None
 def test_the_fewest_requests_are_a_better_guide_than_none() -> None:
     trace = a_trace(rate=30.0)
     tails = [
-        score("static", replay(trace, Fixed("static"), settings(3), ReplaySettings(router)), Objectives()).ttft_p95
+        score(
+            "static", replay(trace, Fixed("static"), settings(3), ReplaySettings(RouterSettings(router))), Objectives()
+        ).ttft_p95
         for router in (RouterKind.LEAST_REQUEST, RouterKind.SERVICE)
     ]
     assert (tails[0] or 0) < (tails[1] or 0)
@@ -160,7 +162,9 @@ def test_a_request_that_no_replica_can_hold_is_refused_and_missed() -> None:
 
 def test_a_replay_repeats() -> None:
     def once() -> SimulationResult:
-        return replay(a_trace(), Fixed("static"), settings(3), ReplaySettings(RouterKind.SERVICE, seed=7))
+        return replay(
+            a_trace(), Fixed("static"), settings(3), ReplaySettings(RouterSettings(RouterKind.SERVICE), seed=7)
+        )
 
     def times(outcome: SimulationResult) -> list[float | None]:
         return [s.finished_at for s in outcome.served]

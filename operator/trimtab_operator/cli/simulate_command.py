@@ -34,6 +34,12 @@ class Output(StrEnum):
 class RouterName(StrEnum):
     SERVICE = "service"
     LEAST_REQUEST = "least-request"
+    CHWBL = "chwbl"
+    SGLANG = "sglang"
+    LMETRIC = "lmetric"
+    LLM_D = "llm-d"
+    TRIMTAB = "trimtab"
+    SHARED_CACHE_ORACLE = "shared-cache-oracle"
 
 
 def simulate(
@@ -72,7 +78,14 @@ def simulate(
         int | None, typer.Option(min=1, help="Initial replicas. Default: --min-replicas.")
     ] = None,
     cold_start: Annotated[float, typer.Option(min=0.0, help="Start-up time of a replica, in seconds.")] = 120.0,
-    router: Annotated[RouterName, typer.Option(help="Load balancing of requests.")] = RouterName.LEAST_REQUEST,
+    router: Annotated[RouterName, typer.Option(help="Rule by which requests are routed.")] = RouterName.LEAST_REQUEST,
+    routers: Annotated[
+        int, typer.Option(min=1, help="Number of routers that share the load, with --router trimtab.")
+    ] = 1,
+    router_state_interval: Annotated[
+        float,
+        typer.Option(min=0.0, help="Seconds between reports of a replica's state, with --router trimtab; 0 is exact."),
+    ] = 0.0,
     scrape_delay: Annotated[
         float, typer.Option(min=0.0, help="Age of the metrics that a policy reads, in seconds.")
     ] = 0.0,
@@ -103,7 +116,7 @@ def simulate(
     from trimtab_simulator.objectives import Objectives, parse_duration, parse_ttft
     from trimtab_simulator.plant.fleet import FleetSettings, plain_blocks
     from trimtab_simulator.plant.machine import START_UTILIZATION, machine_of
-    from trimtab_simulator.plant.router import RouterKind
+    from trimtab_simulator.plant.routing import RouterKind, RouterSettings
     from trimtab_simulator.plant.shared_blocks import shared_blocks
     from trimtab_simulator.policies.names import parse_policy_specs
     from trimtab_simulator.replay import ReplaySettings
@@ -156,7 +169,12 @@ def simulate(
             slow_gap=objectives.slow_gap,
             make_blocks=shared_blocks if prefix_caching and loaded.has_prefixes else plain_blocks,
         )
-        loop = ReplaySettings(RouterKind(router.value), seed, scrape_delay)
+        if router is not RouterName.TRIMTAB and (routers > 1 or router_state_interval):
+            raise BadRequest(
+                f"--router: {router.value} has no --routers and no --router-state-interval; remove them, or use trimtab"
+            )
+        routing = RouterSettings(RouterKind(router.value), routers, router_state_interval)
+        loop = ReplaySettings(routing, seed, scrape_delay)
         experiment = Experiment(loaded, settings, loop, objectives, progress)
         if report is None:
             experiment = without_timeline(experiment)

@@ -23,9 +23,11 @@ TIE_SHARE = 0.02
 """Scores within this share of the best one are equal."""
 MAX_PREFILL_SHARE = 0.95
 """Bound of ρ: beyond it the queue has no equilibrium, and the price no meaning."""
+SHARE_SECONDS = 10.0
+"""Time that the reported ρ is a mean of; the work that is waiting counts as that many seconds of ρ = 1."""
 KV_PRICE_SECONDS = 0.15
 """Seconds of score at a KV use of one half: preemptions and short batches follow from a full cache."""
-MAX_KV_USE = 0.99
+MAX_KV_USE = 0.9
 ASSUMED_OUTPUT_TOKENS = 256
 """Steps until a running request frees its KV, where nothing is known about answers."""
 ADAPTER_LOAD_SECONDS = 0.5
@@ -116,16 +118,15 @@ def _predict(
         price = 0.0
         total = state.kv_total_tokens
         if total:
-            used = state.kv_used_tokens + state.pending_context_tokens
-            missing = used + uncached - total
-            if missing > 0:  # blocks are freed as running requests end
-                wait += missing / total * ASSUMED_OUTPUT_TOKENS * fixed
-            use = used / total
+            use = (state.kv_used_tokens + state.pending_context_tokens + uncached) / total
+            if use > 1.0:  # blocks are freed as running requests end
+                wait += (use - 1.0) * ASSUMED_OUTPUT_TOKENS * fixed
             price = KV_PRICE_SECONDS * use / (1.0 - (use if use < MAX_KV_USE else MAX_KV_USE))
-        share = state.prefill_share
+        compute = uncached * per_prompt_token
+        backlog = wait + compute
+        share = (state.prefill_share * SHARE_SECONDS + backlog) / (SHARE_SECONDS + backlog)
         if share > MAX_PREFILL_SHARE:
             share = MAX_PREFILL_SHARE
-        compute = uncached * per_prompt_token
         price += compute * (share / (1.0 - share) + reuse_shares.get(state.index, 0.0))
         ttft = wait + (compute if uncached > budget else fixed + uncached * per_token)
         if adapter is not None and adapter not in state.adapters:

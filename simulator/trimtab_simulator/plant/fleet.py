@@ -21,7 +21,7 @@ from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
 
 from trimtab_simulator.plant.machine import Machine
 from trimtab_simulator.plant.replica import Replica
-from trimtab_simulator.plant.router import Router
+from trimtab_simulator.plant.routing import Router
 from trimtab_simulator.plant.snapshots import GAP_EDGES, Observer, ranges
 
 MakeBlocks = Callable[[int, int], Blocks]
@@ -80,7 +80,7 @@ class Fleet:
         if not self.ready:
             self._held.append(sequence)
             return
-        self._router(self.ready, now).send(sequence, now)
+        self._router.choose(sequence, self.ready, now).send(sequence, now)
 
     # --- replicas -------------------------------------------------------------------------------------------------
 
@@ -130,9 +130,9 @@ class Fleet:
             gaps=Gaps(GAP_EDGES),
             records_first_tokens=True,
         )
-        name = f"r{len(self.all)}"
-        self.all.append(Replica(name, engine, now, ready_at))
-        self._observers[name] = Observer()
+        replica = Replica(len(self.all), engine, now, ready_at)
+        self.all.append(replica)
+        self._observers[replica.name] = Observer()
         self.most = max(self.most, len(self.billed))
 
     def _drain_one(self, now: float) -> None:

@@ -17,6 +17,7 @@ class Replica:
         "gone_at",
         "name",
         "num_sent",
+        "number",
         "phase",
         "quiet_until",
         "ready_at",
@@ -24,8 +25,10 @@ class Replica:
         "since",
     )
 
-    def __init__(self, name: str, engine: EngineModel, requested_at: float, ready_at: float) -> None:
-        self.name = name
+    def __init__(self, number: int, engine: EngineModel, requested_at: float, ready_at: float) -> None:
+        self.number = number
+        """Number of the replica in its fleet, from 0."""
+        self.name = f"r{number}"
         self.engine = engine
         self.requested_at = requested_at
         self.ready_at = ready_at

@@ -7,6 +7,8 @@ request and are counted (see trimtab_operator.tuner.engine_model.blocks). Ids of
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from trimtab_operator.tuner.engine_model import Blocks, Sequence
 
@@ -14,6 +16,35 @@ from trimtab_simulator.trace.arrivals import KEY_TOKENS
 
 ROOT = -1  # the empty prefix
 DUPLICATE = -1  # a block whose content another cached block already has
+
+
+class CacheChange(NamedTuple):
+    """A prefix id that has become cached as a whole, or is no longer."""
+
+    key: int
+    is_cached: bool
+
+
+class ChangeLog:
+    """Changes of a prefix cache for a router that follows it; nothing is recorded before `start`."""
+
+    def __init__(self) -> None:
+        self._changes: list[CacheChange] | None = None
+
+    def start(self, cached: Iterable[int] = ()) -> None:
+        """Begin to record, with the ids that are cached already."""
+        if self._changes is None:
+            self._changes = [CacheChange(key, True) for key in cached]
+
+    def add(self, key: int, *, is_cached: bool) -> None:
+        """Record one change."""
+        if self._changes is not None:
+            self._changes.append(CacheChange(key, is_cached))
+
+    def take(self) -> list[CacheChange]:
+        """Return the changes since the last call."""
+        changes, self._changes = self._changes or [], []
+        return changes
 
 
 class SharedBlocks:
@@ -28,10 +59,13 @@ class SharedBlocks:
         self.block_size = block_size
         self.free = total
         self.num_evicted = 0
+        self.changes = ChangeLog()
         self._blocks_per_key = key_tokens // block_size
         self._empty = total
         self._chains: dict[tuple[int, int], int] = {}
         """(id of the previous prefix, key) → id of the prefix."""
+        self._keys: list[int] = []
+        """Last key of each prefix."""
         self._users: dict[int, int] = {}
         """Number of requests that hold a cached block."""
         self._lru: OrderedDict[int, list[int] | None] = OrderedDict()
@@ -86,6 +120,8 @@ class SharedBlocks:
             else:
                 self._users[name] = 1
                 held.append(name)
+                if (name + 1) % self._blocks_per_key == 0:
+                    self.changes.add(self._keys[name // self._blocks_per_key], is_cached=True)
 
     def _names_of(self, sequence: Sequence) -> list[int]:
         names = self._names.get(sequence)
@@ -94,6 +130,8 @@ class SharedBlocks:
             chain = ROOT
             for key in sequence.keys:
                 chain = self._chains.setdefault((chain, key), len(self._chains))
+                if chain == len(self._keys):
+                    self._keys.append(key)
                 names += range(chain * self._blocks_per_key, (chain + 1) * self._blocks_per_key)
             del names[sequence.num_prompt // self.block_size :]
             self._names[sequence] = names
@@ -116,6 +154,8 @@ class SharedBlocks:
             if own is None:
                 del self._lru[name]
                 num_blocks -= 1
+                if (name + 1) % self._blocks_per_key == 0:
+                    self.changes.add(self._keys[name // self._blocks_per_key], is_cached=False)
             elif own[0] > num_blocks:
                 own[0] -= num_blocks
                 return

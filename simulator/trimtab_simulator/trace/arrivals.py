@@ -38,3 +38,18 @@ class Trace:
     def has_prefixes(self) -> bool:
         """True if it has prefix ids."""
         return any(arrival.prefix for arrival in self.arrivals)
+
+
+class PrefixIds:
+    """Ids of prefixes from ids of blocks: equal only if all blocks before are equal too, as routers hash prompts."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[int, int], int] = {}
+
+    def ids_of(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the id of the prefix up to each block."""
+        ids, last = [], -1
+        for block in blocks:
+            last = self._ids.setdefault((last, block), len(self._ids))
+            ids.append(last)
+        return tuple(ids)
