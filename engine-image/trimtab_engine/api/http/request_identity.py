@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import re
 import uuid
+from collections.abc import Mapping
 
 from fastapi import Request
 from starlette.datastructures import MutableHeaders
@@ -50,14 +51,23 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and scope["path"] not in self._open_paths:
-            digest = bearer_digest(dict(scope["headers"]).get(b"authorization", b""))
+            digest = key_digest(dict(scope["headers"]))
             if digest is None or not sum(hmac.compare_digest(digest, known) for known in self._digests):
-                error = ApiError(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")
+                error = ApiError(
+                    401, "the API key is missing or wrong; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+                )
                 await error.response()(scope, receive, send)
                 return
             if len(self._digests) > 1:
                 scope.setdefault("state", {})["key_salt"] = digest.hex()[:SALT_CHARACTERS] + ":"
         await self._app(scope, receive, send)
+
+
+def key_digest(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Return the SHA-256 of the API key in the headers, or None. Clients of Anthropic's API send x-api-key."""
+    digest = bearer_digest(headers.get(b"authorization", b""))
+    key = headers.get(b"x-api-key", b"").strip()
+    return hashlib.sha256(key).digest() if digest is None and key else digest
 
 
 def bearer_digest(header: bytes) -> bytes | None:

@@ -30,9 +30,10 @@ MARK = uuid.uuid4().hex  # placeholder of an event's text in a rendered template
 logger = logging.getLogger("trimtab_engine.api")
 
 
-def event(body: dict[str, Any]) -> str:
-    """Return one server-sent event."""
-    return f"data: {_escape_line_separators(json.dumps(body, ensure_ascii=False, separators=(',', ':')))}\n\n"
+def event(body: dict[str, Any], name: str | None = None) -> str:
+    """Return one server-sent event, with a name if the API has named events."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {_escape_line_separators(json.dumps(body, ensure_ascii=False, separators=(',', ':')))}\n\n"
 
 
 def _escape_line_separators(written: str) -> str:
@@ -68,32 +69,40 @@ class EventStream(StreamingResponse):
     """Server-sent events that stop as soon as the client disconnects, even while there is nothing to send.
 
     `until` is closed at the end of the stream. `on_slow_client` is called whenever the connection does not accept more
-    events.
+    events. `error_event` writes an error in the API's format; `end` is sent last.
     """
 
     def __init__(
-        self, events: AsyncGenerator[str, None], until: ExitStack, on_slow_client: Callable[[], None] = lambda: None
+        self,
+        events: AsyncGenerator[str, None],
+        until: ExitStack,
+        on_slow_client: Callable[[], None] = lambda: None,
+        *,
+        error_event: Callable[[ApiError], str] = lambda error: event(error.body),
+        end: str = DONE,
     ) -> None:
         self._events, self._until, self._on_slow_client = events, until, on_slow_client
+        self._error_event, self._end = error_event, end
         self._flow: FlowControl | None = None
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def stream_response(self, send: Send) -> None:
         """Send the events. Errors are sent as an event, because the status has already been sent."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        last = DONE
+        failure = None
         try:
             async for events in self._events:
                 if self._flow is not None and self._flow.write_paused:
                     self._on_slow_client()
                 await send({"type": "http.response.body", "body": events.encode(), "more_body": True})
         except ApiError as error:
-            last = event(error.body) + DONE
+            failure = error
         except EngineDead as error:
-            last = event(ApiError(500, f"the engine has failed: {error}").body) + DONE
+            failure = ApiError(500, f"the engine has failed: {error}")
         except Exception:  # a bug: only this stream ends
             logger.exception("a stream ended with an error")
-            last = event(ApiError(500, "internal error; see the server's log").body) + DONE
+            failure = ApiError(500, "internal error; see the server's log")
+        last = self._end if failure is None else self._error_event(failure) + self._end
         await send({"type": "http.response.body", "body": last.encode(), "more_body": False})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -33,10 +33,13 @@ class ParsedChatResponseBuilder(ChatResponseBuilder):
         self._readers: defaultdict[int, ResponseParser] = defaultdict(make_reader)
         self._with_calls: set[int] = set()
 
+    def reader(self) -> ResponseParser:
+        return self._make_reader()
+
     def choice(self, last: Piece, text: str, positions: Positions) -> Json:
         reader = self._make_reader()
         parsed = reader.push(text).plus(reader.flush())
-        calls = self._select_calls(parsed.calls)
+        calls = self.select_calls(parsed.calls)
         content = parsed.content or (None if calls or parsed.reasoning else "")
         message: Json = {
             "role": "assistant",
@@ -56,7 +59,7 @@ class ParsedChatResponseBuilder(ChatResponseBuilder):
         parsed = reader.push(piece.text)
         if piece.finish_reason is not None:
             parsed = parsed.plus(reader.flush())
-        calls = self._select_calls(parsed.calls)
+        calls = self.select_calls(parsed.calls)
         if calls:
             self._with_calls.add(piece.index)
         if not parsed.content and not parsed.reasoning and not calls and piece.finish_reason is None:
@@ -67,7 +70,7 @@ class ParsedChatResponseBuilder(ChatResponseBuilder):
         ended = _with_tool_calls_finish(piece, piece.index in self._with_calls)
         return self._head(self.object_chunk) | {"choices": [self._entry(ended, {"delta": delta}, positions)]}
 
-    def _select_calls(self, calls: list[CallDelta]) -> list[CallDelta]:
+    def select_calls(self, calls: list[CallDelta]) -> list[CallDelta]:
         return [call for call in calls if call.index == 0] if self._only_first else calls
 
 

@@ -299,6 +299,8 @@ def _max_new_tokens(serving: Serving, body: GenerationRequest, prompt: list[int]
             f"and at least one output token is required. Please reduce the length of the input.",
             "prompt",
         )
+    if max_tokens is not None and isinstance(body, ChatRequest) and body.is_cut_to_context:
+        max_tokens = min(max_tokens, limit - num_ids)
     if max_tokens is not None and num_ids + max_tokens > limit:
         raise invalid(
             f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output tokens "

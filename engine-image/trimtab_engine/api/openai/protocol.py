@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
 from trimtab_engine.api.http.errors import WrongField
 from trimtab_engine.api.http.request_identity import REQUEST_ID
@@ -478,6 +478,16 @@ class ChatRequest(GenerationRequest, ToolFields, TemplateFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
     include_reasoning: bool | None = None
+    _is_cut_to_context: bool = PrivateAttr(default=False)
+
+    def cut_to_context(self) -> "ChatRequest":
+        """Return this request with max_tokens as an upper bound: fewer are generated if the context ends before."""
+        self._is_cut_to_context = True
+        return self
+
+    @property
+    def is_cut_to_context(self) -> bool:
+        return self._is_cut_to_context
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatRequest":

@@ -77,7 +77,7 @@ async def respond(
     """
     if state.options.log_requests:
         _log(builder, plan)
-    plan = replace(plan, ticket=_admit(state, plan, until))
+    plan = replace(plan, ticket=admit(state, plan, until))
     if body.stream:
         pieces = ReadAhead(
             _require(state).generator.run(plan), builder.request_id, keeps_ids=bool(body.return_token_ids)
@@ -86,7 +86,7 @@ async def respond(
     return await cancel_on_disconnect(request, _respond_whole(state, body, builder, plan, echo))
 
 
-def _admit(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket:
+def admit(state: ServerState, plan: GenerationPlan, until: ExitStack) -> Ticket:
     """Admit the request until it ends.
 
     Raises:
@@ -113,7 +113,7 @@ async def _respond_whole(
         async for piece in pieces:
             choice = choices[piece.index]
             if choice.last is None:
-                _count_prompt(usage, plan, piece)
+                count_prompt(usage, plan, piece)
                 choice.prompt_logprobs = piece.prompt_logprobs
             if echo is not None:
                 _add_echo(piece, plan, echo, is_first=choice.last is None)
@@ -177,7 +177,7 @@ async def _stream(
         """Return the event of a piece, or None if there is nothing to send yet."""
         choice = choices[piece.index]
         if not choice.has_started:
-            _count_prompt(usage, plan, piece)
+            count_prompt(usage, plan, piece)
         if echo is not None:
             _add_echo(piece, plan, echo, is_first=not choice.has_started)
         choice.has_started = True
@@ -226,7 +226,7 @@ async def _stream(
         yield event(builder.usage_chunk(usage))
 
 
-def _count_prompt(usage: Usage, plan: GenerationPlan, piece: Piece) -> None:
+def count_prompt(usage: Usage, plan: GenerationPlan, piece: Piece) -> None:
     """Count cached tokens once per prompt, for any number of choices."""
     if piece.index % plan.n == 0:
         usage.num_cached_tokens += piece.num_cached_tokens

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_engine.api.openai.answer_reader import ResponseParser
 from trimtab_engine.api.openai.generation import Piece
 from trimtab_engine.api.openai.logprobs import chat_logprobs, completion_logprobs, format_token_id
+from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta
 from trimtab_engine.scheduling.sampling import TokenLogprobs
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -120,6 +122,14 @@ class CompletionResponseBuilder(ResponseBuilder):
 class ChatResponseBuilder(ResponseBuilder):
     prefix, object_whole, object_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     has_one_prompt = True
+
+    def reader(self) -> ResponseParser:
+        """Return a reader of one choice's text."""
+        return ResponseParser(None, None, include_reasoning=False)
+
+    def select_calls(self, calls: list[CallDelta]) -> list[CallDelta]:
+        """Return the tool calls that the client allows."""
+        return calls
 
     def opening(self, index: int) -> list[Json]:
         """Return the role chunk, sent before any token."""

@@ -27,7 +27,6 @@ UNSUPPORTED = {
     "/v1/files": "send single requests",
     "/v1/batches": f"send single requests, or {GENERATION}",
     "/v1/fine_tuning/jobs": "fine-tuning is not available",
-    "/v1/messages": f"Anthropic's API is not supported; {GENERATION}",
 }
 
 

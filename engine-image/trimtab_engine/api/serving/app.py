@@ -7,6 +7,7 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from trimtab_engine.api.anthropic.routes import anthropic_router
 from trimtab_engine.api.http.connections import ConnectionLimits
 from trimtab_engine.api.http.dispatches import AcknowledgeDispatches
 from trimtab_engine.api.http.errors import add_error_handlers
@@ -39,6 +40,7 @@ def build_app(state: ServerState) -> FastAPI:
         openai_router(state)
     )  # first, because routes are matched in order and these are the most frequent
     app.include_router(embedding_router(state))
+    app.include_router(anthropic_router(state))
     app.include_router(_probes(state))
     app.include_router(render_router(state))
     app.include_router(tokenize_router(state))
