@@ -14,6 +14,7 @@ so that its replica count takes effect in the same iteration.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -204,7 +205,7 @@ def _plan(snapshot: ClusterSnapshot, state: ReconcilerState) -> ReconcilePlan:
         known.state.layouts_of(known.groups),
         may_start=gate.is_open,
         now=snapshot.at,
-        regression=_find_regression(known.state.comparison, wanted, known_good),
+        find_regression=functools.partial(_find_regression, known.state.comparison, wanted, known_good),
     )
     next_step = _plan_next_step(snapshot, known, wanted, gate, rollout_plan, known_good)
     has_older_pods = _has_older_pods(seen, known, wanted)

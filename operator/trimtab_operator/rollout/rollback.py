@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -173,13 +173,13 @@ def plan_rollout(
     *,
     may_start: bool,
     now: float,
-    regression: str | None = None,
+    find_regression: Callable[[], str | None] = lambda: None,
 ) -> RolloutPlan:
     """Choose the revision that replicas should run: `wanted`, or `known_good` while the spec may not start or after it
     failed.
 
-    `layouts` are the layouts reported by engines of Ready groups, by group name; `now` is Unix time. `regression`
-    describes how the canary is worse than the other replicas, None if it is not.
+    `layouts` are the layouts reported by engines of Ready groups, by group name; `now` is Unix time. `find_regression`
+    returns how the canary is worse than the other replicas, None if it is not.
     """
     if not may_start:
         return RolloutPlan(state, known_good)
@@ -192,7 +192,7 @@ def plan_rollout(
         revision=wanted.revision,
         known_good_revision=known_good_revision,
         now=now,
-        regression=regression,
+        find_regression=find_regression,
     )
     after = replace(step.state, surge_obstacle=state.surge_obstacle)
     if step.uses_known_good and after.rolled_back is not None:
@@ -333,13 +333,13 @@ def decide_rollout_step(
     revision: str,
     known_good_revision: str | None,
     now: float,
-    regression: str | None = None,
+    find_regression: Callable[[], str | None] = lambda: None,
 ) -> RolloutStep:
     """Decide the next step of a rollout.
 
     `layouts` are the layouts reported by engines of Ready groups, by group name. `revision` is the revision of the spec
-    and `known_good_revision` that of the known-good spec (None without one). `now` is Unix time. `regression` describes
-    how the canary is worse than the other replicas.
+    and `known_good_revision` that of the known-good spec (None without one). `now` is Unix time. `find_regression`
+    returns how the canary is worse than the other replicas.
     """
     change = change_of(deployment, revision)
     rolled_back = state.rolled_back
@@ -363,7 +363,8 @@ def decide_rollout_step(
     bake = bake_seconds(deployment) if known_good_revision is not None else 0.0
     has_baked = attempt.ready_since is not None and now - attempt.ready_since >= bake
     why = _failure_reason(updated, layouts, attempt, deployment, now) if not serves or bake else None
-    if why is None and serves and has_baked and regression is not None:
+    regression = find_regression() if why is None and serves and has_baked else None
+    if regression is not None:
         first = next(group.name for group in updated if group.is_ready)
         bake_time = deployment.spec.rollout.bake_time
         why = f"{first} is worse than the other replicas after {bake_time} of serving: {regression}"
