@@ -49,9 +49,10 @@ class StreamReporter:
         cuts = message.cuts
         if cuts is None:
             return
-        decay = 1.0 - 1.0 / LENGTH_REQUESTS
-        self._num_bytes = decay * self._num_bytes + cuts.num_bytes
-        self._num_tokens = decay * self._num_tokens + request.num_prompt_tokens
+        if cuts.num_bytes:
+            decay = 1.0 - 1.0 / LENGTH_REQUESTS
+            self._num_bytes = decay * self._num_bytes + cuts.num_bytes
+            self._num_tokens = decay * self._num_tokens + request.num_prompt_tokens
         if self._scheduler.policy.enable_prefix_caching:
             self._ledger.add(request, cuts.keys, cuts.ends)
 

@@ -10,8 +10,8 @@ class PrefixCuts(msgspec.Struct, array_like=True, frozen=True):
     keys: list[int]
     ends: list[int]
     """Never decreasing; as long as `keys`."""
-    num_bytes: int
-    """Canonical bytes of the whole prompt."""
+    num_bytes: int = 0
+    """Canonical bytes of the whole prompt; 0 for token IDs, which show nothing of the length of texts."""
 
 
 class Dispatch(msgspec.Struct, array_like=True, frozen=True):

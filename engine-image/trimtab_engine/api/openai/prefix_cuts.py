@@ -74,7 +74,7 @@ def token_id_cuts(prompt: CanonicalPrompt) -> PrefixCuts:
     found = prompt.keys()
     tokens_per_key = CUT_BYTES // TOKEN_ID_BYTES
     ends = range(tokens_per_key, tokens_per_key * len(found.keys) + 1, tokens_per_key)
-    return PrefixCuts(list(found.keys), list(ends), found.num_bytes)
+    return PrefixCuts(list(found.keys), list(ends))
 
 
 def _characters(text: bytes, ends: Sequence[int]) -> list[int]:
