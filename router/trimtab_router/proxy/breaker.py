@@ -7,10 +7,10 @@ from collections import deque
 FAILURES_TO_OPEN = 3
 FAILURE_WINDOW_SECONDS = 10.0
 OPEN_SECONDS = 2.0
-RETRY_SHARE = 0.2
-"""Retries per request: when everything fails, the load rises by a fifth at most."""
-START_RETRIES = 100.0
-MAX_SAVED_RETRIES = 1000.0
+REQUESTS_PER_RETRY = 5
+"""When everything fails, the load rises by a fifth at most."""
+START_RETRIES = 100
+MAX_SAVED_RETRIES = 1000
 """Retries that past requests have earned: enough for all requests of a replica that is killed."""
 
 
@@ -61,18 +61,19 @@ class Breaker:
 class RetryBudget:
     """Limits retries to a share of requests."""
 
-    __slots__ = ("_retries",)
+    __slots__ = ("_requests",)
 
     def __init__(self) -> None:
-        self._retries = START_RETRIES
+        self._requests = START_RETRIES * REQUESTS_PER_RETRY
+        """Requests that have not been used for a retry."""
 
     def earn(self) -> None:
         """Record a request."""
-        self._retries = min(self._retries + RETRY_SHARE, MAX_SAVED_RETRIES)
+        self._requests = min(self._requests + 1, MAX_SAVED_RETRIES * REQUESTS_PER_RETRY)
 
     def spend(self) -> bool:
         """Take one retry; return False if none is left."""
-        if self._retries < 1:
+        if self._requests < REQUESTS_PER_RETRY:
             return False
-        self._retries -= 1
+        self._requests -= REQUESTS_PER_RETRY
         return True

@@ -172,8 +172,10 @@ class ClientConnection(asyncio.Protocol):
         self._received_at = self._server.time()
         if self._parser is not None:
             before = len(self._parser.body)
-            self._parser.feed_chunked(data)
-            dispatcher.body_bytes += len(self._parser.body) - before
+            try:
+                self._parser.feed_chunked(data)
+            finally:
+                dispatcher.body_bytes += len(self._parser.body) - before
             if len(self._parser.body) > self._server.config.max_body_bytes:
                 most = self._server.config.max_body_bytes
                 raise HttpError(413, f"the body exceeds {most} bytes; send a shorter prompt")

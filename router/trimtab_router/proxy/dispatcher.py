@@ -290,21 +290,31 @@ class Dispatcher:
             self._connect(exchange, replica)
 
     def _connect(self, exchange: Exchange, replica: ReplicaConnections) -> None:
-        task = self._loop.create_task(self._send_over_new_connection(exchange, replica))
+        """Send a request over a new connection. Requests are sent in order, whichever connection is ready first."""
+        replica.waiting.append(exchange)
+        task = self._loop.create_task(self._open_connection(replica))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _send_over_new_connection(self, exchange: Exchange, replica: ReplicaConnections) -> None:
+    async def _open_connection(self, replica: ReplicaConnections) -> None:
+        """Open a connection for the first request that waits for one, or fail that request."""
+        connection: UpstreamConnection | None = None
+        cause = ""
         try:
             connection = await replica.connect()
         except OSError as error:  # also TimeoutError
-            if not exchange.is_done:
-                self.retry_after_failure(exchange, f"connect: {error}", is_connect=True)
+            cause = f"connect: {error or type(error).__name__}"
+        while replica.waiting:
+            exchange = replica.waiting.popleft()
+            if exchange.is_done:
+                continue
+            if connection is None:
+                self.retry_after_failure(exchange, cause, is_connect=True)
+            else:
+                self._send_over(exchange, connection)
             return
-        if exchange.is_done:
+        if connection is not None:
             replica.put(connection)
-        else:
-            self._send_over(exchange, connection)
 
     def _send_over(self, exchange: Exchange, connection: UpstreamConnection) -> None:
         assert exchange.replica is not None

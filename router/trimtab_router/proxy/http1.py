@@ -6,6 +6,7 @@ the head, so both agree on where a message ends; everything that parsers are kno
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import unquote
 
@@ -18,6 +19,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
 CHUNK_OVERHEAD_BYTES = 64 << 10
 """Framing, extensions and trailers that a chunked body may have in addition to 8 bytes per body byte."""
+PARSE_ERRORS = (httptools.HttpParserError, httptools.HttpParserUpgrade)
 DELIMITER = b"\r\n\r\n"
 HOP_BY_HOP = frozenset(
     (
@@ -259,23 +261,25 @@ class ResponseHead:
 
 
 class ResponseParser:
-    """Parses a replica's response: its head, then only where its body ends.
+    """Parses a replica's response: its head, then only the end of its body.
 
-    With `collect_body`, `body` receives the decoded body, for clients that do not know chunks.
+    `feed` parses received bytes and raises one of PARSE_ERRORS if they are not HTTP.
     """
 
-    __slots__ = ("_headers", "_messages", "_parser", "_reason", "head_is_complete", "is_complete")
+    __slots__ = ("_headers", "_parser", "_reason", "feed", "has_surplus", "head_is_complete", "is_complete")
 
     def __init__(self) -> None:
         self._headers: list[tuple[bytes, bytes]] = []
         self._reason = b""
-        self._messages = 0
         self.head_is_complete = False
         self.is_complete = False
+        self.has_surplus = False
+        """True if data followed the end of the response."""
         self._parser = httptools.HttpResponseParser(self)
+        self.feed: Callable[[bytes], object] = self._parser.feed_data
 
     def on_message_begin(self) -> None:
-        self._messages += 1
+        self.has_surplus = self.is_complete
 
     def on_status(self, reason: bytes) -> None:
         self._reason += reason
@@ -289,21 +293,6 @@ class ResponseParser:
 
     def on_message_complete(self) -> None:
         self.is_complete = True
-
-    def feed(self, data: bytes) -> None:
-        """Parse received bytes.
-
-        Raises:
-            ValueError: The bytes are not HTTP, or continue after the response's end.
-        """
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            raise ValueError("unexpected protocol upgrade") from None
-        except httptools.HttpParserError as error:
-            raise ValueError(str(error)) from None
-        if self._messages > 1:
-            raise ValueError("data after the end of the response")
 
     def head(self) -> ResponseHead:
         """Return the parsed head."""

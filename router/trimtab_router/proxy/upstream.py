@@ -13,12 +13,14 @@ from trimtab_router.proxy.breaker import Breaker
 from trimtab_router.proxy.http1 import (
     DELIMITER,
     MAX_HEAD_BYTES,
+    PARSE_ERRORS,
     DecodingResponseParser,
     ResponseHead,
     ResponseParser,
 )
 
 if TYPE_CHECKING:
+    from trimtab_router.proxy.exchange import Exchange
     from trimtab_router.proxy.http1 import RequestHead
 
 
@@ -92,22 +94,26 @@ class UpstreamConnection(asyncio.Protocol):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MILLISECONDS)
 
     def data_received(self, data: bytes) -> None:
-        exchange = self.exchange
-        if exchange is None:  # nothing was requested
+        exchange, parser = self.exchange, self._parser
+        if exchange is None:  # no request was sent
             self.transport.abort()
             return
         if self._head is None:
             data = self._read_head(exchange, data)
             if not data:
                 return
+            parser = self._parser
         try:
-            self._parser.feed(data)
-        except ValueError as error:
+            parser.feed(data)
+        except PARSE_ERRORS as error:
             self._fail(f"invalid response: {error}")
+            return
+        if parser.has_surplus:
+            self._fail("invalid response: data after its end")
             return
         self.last = data
         exchange.on_response_data(data if self._decoder is None else self._decoder.take_body())
-        if self._parser.is_complete:
+        if parser.is_complete:
             self._finish()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -174,10 +180,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._buffer = b""
             try:
                 self._parser.feed(raw)
-            except ValueError as error:
+            except PARSE_ERRORS as error:
                 self._fail(f"invalid response: {error}")
                 return b""
-            if not self._parser.head_is_complete:
+            if not self._parser.head_is_complete or self._parser.has_surplus:
                 self._fail("invalid response head")
                 return b""
             head = self._parser.head()
@@ -224,6 +230,8 @@ class ReplicaConnections:
         self.endpoint = endpoint
         self.breaker = Breaker()
         self.is_removed = False
+        self.waiting: deque[Exchange] = deque()
+        """Requests that wait for a new connection."""
         self._idle: deque[UpstreamConnection] = deque()
         """Most recently used last."""
 
