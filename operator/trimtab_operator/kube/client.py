@@ -28,7 +28,11 @@ from kubernetes.aio.dynamic.exceptions import ConflictError, DynamicApiError, No
 
 from trimtab_operator.builders.labels import (
     DEPLOYMENT_LABEL,
+    GROUP_LABEL,
+    LEADER,
     MANAGED_BY,
+    ROLE_LABEL,
+    WORKER,
     children_selector,
     rendezvous_secret_name,
     router_name_of,
@@ -632,7 +636,7 @@ def _build_children(
 ) -> ObservedChildren:
     """Select the objects that the resource owns. Anyone can set labels, but not ownership."""
     stateful_sets, jobs = filter_owned(lists["StatefulSet"], deployment.uid), filter_owned(lists["Job"], deployment.uid)
-    makers = {m["metadata"]["name"]: str(m["metadata"]["uid"]) for m in (*stateful_sets, *jobs)}
+    makers = {str(m["metadata"]["name"]): m for m in (*stateful_sets, *jobs)}
     return ObservedChildren(
         services=filter_owned(lists["Service"], deployment.uid),
         stateful_sets=stateful_sets,
@@ -717,18 +721,30 @@ def _blocking_budgets(error: BaseException) -> tuple[str, ...] | None:
         return ()
 
 
-def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, str]) -> bool:
-    """Return True if a pod was created for one of the resource's StatefulSets or its Job.
+def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, Manifest]) -> bool:
+    """Return True if a pod is one that the resource's StatefulSets or its Job would create.
 
-    Anyone can set labels and owner names, and the leader of a group is sent the admin token, so the uid is checked.
-    `makers` maps the names of the existing workloads to their uids. A deleted workload may leave a draining pod.
+    Anyone who can create pods can set labels and owner references, and the leader of a group is sent the admin token.
+    The uid of the owner, the exact name and the labels of the group must match therefore: a pod of that name is the
+    StatefulSet's own, or blocks its creation. `makers` are the existing workloads by name. A deleted one may leave
+    draining pods.
     """
-    for reference in pod["metadata"].get("ownerReferences") or []:
-        kind, owner = reference.get("kind"), str(reference.get("name"))
-        is_group = kind == "StatefulSet" and re.fullmatch(rf"{re.escape(name)}-g\d+(-w)?", owner) is not None
-        if reference.get("controller") and (is_group or (kind == "Job" and owner == f"{name}-facts")):
-            return owner not in makers or str(reference.get("uid")) == makers[owner]
-    return False
+    metadata = pod["metadata"]
+    owners = [one for one in metadata.get("ownerReferences") or [] if one.get("controller")]
+    if len(owners) != 1:
+        return False
+    kind, owner, uid = (str(owners[0].get(key)) for key in ("kind", "name", "uid"))
+    if owner in makers and uid != makers[owner]["metadata"]["uid"]:
+        return False
+    if kind == "Job":
+        return owner == f"{name}-facts"
+    group = re.fullmatch(rf"{re.escape(name)}-g(0|[1-9]\d*)(-w)?", owner)
+    number = re.fullmatch(rf"{re.escape(owner)}-(0|[1-9]\d*)", metadata["name"])
+    if kind != "StatefulSet" or group is None or number is None:
+        return False
+    labels, role = metadata.get("labels") or {}, WORKER if group[2] else LEADER
+    is_member = labels.get(GROUP_LABEL) == group[1] and labels.get(ROLE_LABEL, LEADER) == role
+    return is_member and (role == WORKER or number[1] == "0")
 
 
 def is_of_router(pod: Manifest, name: str) -> bool:

@@ -380,11 +380,14 @@ def _annotation(job: Manifest, name: str) -> str:
 
 
 def _pod_of(job: Manifest, observed: ObservedChildren) -> Manifest | None:
+    """Return the first pod of the Job. A later one may claim to be of it, after its creator has read the Job's uid."""
     uid = job["metadata"].get("uid")
-    for pod in observed.pods:
-        if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or []):
-            return pod
-    return None
+    owned = [
+        pod
+        for pod in observed.pods
+        if any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or [])
+    ]
+    return min(owned, key=lambda pod: str(pod["metadata"].get("creationTimestamp") or ""), default=None)
 
 
 def _job_result(job: Manifest, observed: ObservedChildren) -> tuple[int | None, str] | None:

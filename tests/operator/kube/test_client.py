@@ -10,7 +10,7 @@ import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import NotFoundError, api_exception
 from operator_builders import a_deployment
-from trimtab_operator.builders.labels import common_labels
+from trimtab_operator.builders.labels import GROUP_LABEL, LEADER, ROLE_LABEL, WORKER, common_labels
 from trimtab_operator.errors import NameTaken, NotYet
 from trimtab_operator.kube.client import (
     API_ERRORS,
@@ -22,23 +22,45 @@ from trimtab_operator.kube.client import (
 
 
 @pytest.mark.parametrize(
-    ("owner", "is_ours"),
+    ("name", "labels", "owner", "is_ours"),
     [
-        ({"kind": "StatefulSet", "name": "m-g0", "controller": True, "uid": "u-g0"}, True),
-        ({"kind": "StatefulSet", "name": "m-g0", "controller": True, "uid": "made up"}, False),
-        ({"kind": "StatefulSet", "name": "m-g0", "controller": True}, False),
-        ({"kind": "StatefulSet", "name": "m-g12-w", "controller": True, "uid": "gone"}, True),  # its pod still drains
-        ({"kind": "Job", "name": "m-facts", "controller": True, "uid": "u-facts"}, True),
-        ({"kind": "Job", "name": "m-facts", "controller": True, "uid": "made up"}, False),
-        ({"kind": "StatefulSet", "name": "m-g0", "controller": False, "uid": "u-g0"}, False),
-        ({"kind": "StatefulSet", "name": "other-g0", "controller": True}, False),
-        ({"kind": "ReplicaSet", "name": "m-g0", "controller": True}, False),
-        (None, False),  # anyone can set the operator's labels on a pod
+        ("m-g0-0", ("0", LEADER), ("StatefulSet", "m-g0", "u-g0"), True),
+        ("m-g0-0", ("0", LEADER), ("StatefulSet", "m-g0", "made up"), False),
+        ("m-g0-0", ("0", LEADER), ("StatefulSet", "m-g0", None), False),
+        ("m-g0-w-3", ("0", WORKER), ("StatefulSet", "m-g0-w", "u-w"), True),
+        ("m-g12-w-0", ("12", WORKER), ("StatefulSet", "m-g12-w", "gone"), True),  # its pod still drains
+        ("m-facts-x", None, ("Job", "m-facts", "u-facts"), True),
+        ("m-facts-x", None, ("Job", "m-facts", "made up"), False),
+        ("m-g0-0", ("0", LEADER), ("StatefulSet", "other-g0", "u"), False),
+        ("m-g0-0", ("0", LEADER), ("ReplicaSet", "m-g0", "u-g0"), False),
+        ("m-g0-0", ("0", LEADER), None, False),  # anyone can set the operator's labels on a pod
+        ("aaa-evil", ("0", LEADER), ("StatefulSet", "m-g0", "u-g0"), False),  # owner references can be copied, too
+        ("m-g0-1", ("0", LEADER), ("StatefulSet", "m-g0", "u-g0"), False),
+        ("m-g0-00", ("0", LEADER), ("StatefulSet", "m-g0", "u-g0"), False),
+        ("m-g0-w-0", ("0", LEADER), ("StatefulSet", "m-g0-w", "u-w"), False),
+        ("m-g7-0", ("0", LEADER), ("StatefulSet", "m-g7", "gone"), False),  # into another group
+        ("m-g0-0", None, ("StatefulSet", "m-g0", "u-g0"), False),
     ],
 )
-def test_pod_ownership_is_checked_by_controller_uid(owner: dict[str, Any] | None, is_ours: bool) -> None:
-    pod = {"metadata": {"name": "m-g0-0", "ownerReferences": [owner] if owner else []}}
-    assert is_of_workload(pod, "m", {"m-g0": "u-g0", "m-facts": "u-facts"}) is is_ours
+def test_pod_identity_is_uid_name_and_group(
+    name: str, labels: tuple[str, str] | None, owner: tuple[str, str, str | None] | None, is_ours: bool
+) -> None:
+    metadata: dict[str, Any] = {"name": name}
+    if labels is not None:
+        metadata["labels"] = {GROUP_LABEL: labels[0], ROLE_LABEL: labels[1]}
+    if owner is not None:
+        kind, owner_name, uid = owner
+        reference = {"kind": kind, "name": owner_name, "controller": True} | ({} if uid is None else {"uid": uid})
+        metadata["ownerReferences"] = [reference]
+    uids = {"m-g0": "u-g0", "m-g0-w": "u-w", "m-facts": "u-facts"}
+    makers = {key: {"metadata": {"name": key, "uid": uid}} for key, uid in uids.items()}
+    assert is_of_workload({"metadata": metadata}, "m", makers) is is_ours
+
+
+def test_pod_of_two_controllers_is_not_ours() -> None:
+    owners = [{"kind": "StatefulSet", "name": name, "uid": "u", "controller": True} for name in ("m-g0", "m-g1")]
+    metadata = {"name": "m-g0-0", "ownerReferences": owners, "labels": {GROUP_LABEL: "0", ROLE_LABEL: LEADER}}
+    assert not is_of_workload({"metadata": metadata}, "m", {})
 
 
 class Answers(Cluster):

@@ -461,3 +461,18 @@ def test_facts_are_signed_again_after_key_rotation() -> None:
     config_map = cluster.objects["ConfigMap", "m-facts"]
     assert verify_facts(config_map, key=admin_token(b"third", cluster.deployment.uid))
     assert config_map["data"][COMMIT_KEY] == COMMITS[0]
+
+
+def test_pod_that_claims_to_be_the_jobs_is_not_believed() -> None:
+    cluster = FakeCluster(knows_the_model=False, model={"uri": "hf://Qwen/Qwen3-0.6B"}, replicas=1)
+    cluster.model_words = (0, json.dumps({**FACTS, "revision": COMMITS[0]}))
+    cluster.tick()
+    real = cluster.pods["m-facts-x"]
+    forged = copy.deepcopy(real)
+    forged["metadata"] |= {"name": "m-facts-a", "uid": "forged", "creationTimestamp": "2026-01-01T12:00:09Z"}
+    words = json.dumps({**FACTS, "revision": COMMITS[1]})
+    forged["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": 0, "message": words}}}]
+    children = cluster.children()
+    seen = replace(children, pods=(forged, *children.pods))
+    (stored,) = (a for a in plan_facts(cluster.deployment, seen, now=cluster.now) if isinstance(a, Apply))
+    assert stored.manifest["data"][COMMIT_KEY] == COMMITS[0]
