@@ -489,8 +489,7 @@ class Engine:
             output.first_scheduled_time = request.first_scheduled_time
             output.num_cached_tokens = request.num_cached_tokens
             output.num_host_cached_tokens = request.num_host_cached_tokens
-            if request.sampling.prompt_logprobs is not None:
-                output.prompt_logprobs = request.prompt_logprobs
+            output.prompt_logprobs = request.take_prompt_logprobs()
         if finished is not None:
             self._announced.discard(request.request_id)
             output.finish_reason = finished.value

@@ -11,7 +11,7 @@ import msgspec
 from trimtab_engine.messages.state_stream import CoreReport, Dispatch, PrefixCuts
 from trimtab_engine.multimodal.items import Span
 from trimtab_engine.scheduling.pooling import Pooling
-from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
+from trimtab_engine.scheduling.sampling import PackedLogprobs, Sampling, TokenLogprobs
 
 
 class AddRequest(msgspec.Struct, tag="add"):
@@ -74,7 +74,7 @@ class SequenceOutput(msgspec.Struct, array_like=True):
     """With finish_reason stop: True if the newest token is text, as the last token of a grammar."""
     num_cached_tokens: int = 0
     """Sent with the first output: how many of the prompt's tokens were found in the prefix cache."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     """Sent with the first output if requested: log-probabilities of prompt tokens from the second on."""
     error: str = ""
     """With finish_reason error: the error message for the client."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from trimtab_engine.messages.requests import SequenceOutput
 from trimtab_engine.offline.sampling_params import SamplingParams
-from trimtab_engine.scheduling.sampling import TokenLogprobs
+from trimtab_engine.scheduling.sampling import PackedLogprobs, TokenLogprobs
 from trimtab_engine.text.stream import TextStream
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ class Choice:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     _positions: list[TokenLogprobs] = field(default_factory=list)
-    _prompt_positions: list[TokenLogprobs] | None = None
+    _prompt_positions: PackedLogprobs | None = None
     _texts: list[str] = field(default_factory=list)
     _stream: TextStream | None = None
     """None if no text was requested."""

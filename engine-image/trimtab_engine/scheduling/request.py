@@ -9,7 +9,7 @@ from trimtab_engine.multimodal.items import Span
 from trimtab_engine.multimodal.positions import RopePositions
 from trimtab_engine.scheduling.adapter import Adapter
 from trimtab_engine.scheduling.pooling import Pooling
-from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
+from trimtab_engine.scheduling.sampling import PackedLogprobs, Sampling, TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -135,8 +135,10 @@ class Request:
     """Grammar state after the output tokens so far; the engine advances it."""
     error: str = ""
     """The error message for its client, with finish_reason error."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of its prompt tokens from the second on, as far as computed, if requested."""
+    prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
+    """Log-probabilities of its prompt tokens from the second on, as far as computed. Empty once reported."""
+    has_reported_prompt: bool = False
+    """True once its prompt_logprobs were sent with its first output."""
     hidden_sum: bytes = b""
     """Sum of the pooled hidden states so far, [hidden_size] float32."""
     num_summed_tokens: int = 0
@@ -186,7 +188,20 @@ class Request:
 
     def note_prompt_logprobs(self, position: int, judged: list[TokenLogprobs]) -> None:
         """Store log-probabilities of the tokens after `position`. Positions stored before a preemption are skipped."""
-        self.prompt_logprobs += judged[max(0, len(self.prompt_logprobs) - position) :]
+        if not self.has_reported_prompt:
+            self.prompt_logprobs.extend(judged[max(0, len(self.prompt_logprobs) - position) :])
+
+    def take_prompt_logprobs(self) -> PackedLogprobs | None:
+        """Return the log-probabilities of its prompt, once. None if none were requested."""
+        if self.sampling.prompt_logprobs is None or self.has_reported_prompt:
+            return None
+        reported, self.prompt_logprobs, self.has_reported_prompt = self.prompt_logprobs, PackedLogprobs(), True
+        return reported
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if log-probabilities of its prompt were requested and are still to be computed."""
+        return self.sampling.prompt_logprobs is not None and not self.has_reported_prompt
 
     @property
     def is_swapped_out(self) -> bool:

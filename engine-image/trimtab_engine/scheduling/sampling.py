@@ -1,6 +1,8 @@
 """Sampling parameters of a request and log-probabilities of tokens: plain values that are sent in messages."""
 
-from collections.abc import Iterable
+import math
+from array import array
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -75,3 +77,58 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     logprobs: list[float]
     rank: int
     """Rank of the chosen token among all tokens; 1 is the most likely."""
+
+
+class PackedLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of many positions in a few bytes per value; as Python objects they would take a hundred. Reads
+    like a list of TokenLogprobs. Values are float32, as they are computed.
+    """
+
+    counts: bytearray = msgspec.field(default_factory=bytearray)
+    """Number of token ids at each position; this and all following are 32 bits each."""
+    ranks: bytearray = msgspec.field(default_factory=bytearray)
+    token_ids: bytearray = msgspec.field(default_factory=bytearray)
+    logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    """NaN at a position without log-probabilities: the first token of a prompt."""
+
+    @classmethod
+    def of(cls, positions: "Iterable[TokenLogprobs]") -> "PackedLogprobs":
+        packed = cls()
+        packed.extend(positions)
+        return packed
+
+    def extend(self, positions: "Iterable[TokenLogprobs]") -> None:
+        """Append positions."""
+        if isinstance(positions, PackedLogprobs):
+            self.counts += positions.counts
+            self.ranks += positions.ranks
+            self.token_ids += positions.token_ids
+            self.logprobs += positions.logprobs
+            return
+        counts, ranks, token_ids, logprobs = array("i"), array("i"), array("i"), array("f")
+        for position in positions:
+            counts.append(len(position.token_ids))
+            ranks.append(position.rank)
+            token_ids.extend(position.token_ids)
+            logprobs.extend(position.logprobs or [math.nan] * len(position.token_ids))
+        self.counts += counts.tobytes()
+        self.ranks += ranks.tobytes()
+        self.token_ids += token_ids.tobytes()
+        self.logprobs += logprobs.tobytes()
+
+    @property
+    def num_values(self) -> int:
+        """Number of token ids at all positions."""
+        return len(self.token_ids) // 4
+
+    def __len__(self) -> int:
+        return len(self.counts) // 4
+
+    def __iter__(self) -> "Iterator[TokenLogprobs]":
+        token_ids, logprobs = array("i", bytes(self.token_ids)), array("f", bytes(self.logprobs))
+        start = 0
+        for count, rank in zip(array("i", bytes(self.counts)), array("i", bytes(self.ranks)), strict=True):
+            values = logprobs[start : start + count].tolist()
+            has_values = not (values and math.isnan(values[0]))
+            yield TokenLogprobs(token_ids[start : start + count].tolist(), values if has_values else [], rank)
+            start += count

@@ -676,7 +676,7 @@ class Scheduler:
         computed.
         """
         needs_all = request.pooling is not None and request.pooling.needs_all_tokens
-        return self._policy.enable_prefix_caching and request.sampling.prompt_logprobs is None and not needs_all
+        return self._policy.enable_prefix_caching and not request.scores_prompt and not needs_all
 
     def _take_on(self, request: Request, cached: CachedPrefix | None, start: int, end: int, now: float) -> None:
         """Start a waiting request: allocate its blocks up to `end` and record its admission."""

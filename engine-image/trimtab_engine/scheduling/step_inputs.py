@@ -241,7 +241,7 @@ def _are_plain_decodes(sequences: list[ScheduledSequence], max_decode_tokens: in
     for s in sequences:
         if s.num_tokens != 1 or not s.samples or s.draft_token_ids or s.start >= max_decode_tokens:
             return False
-        if not s.request.is_plain and s.request.sampling.prompt_logprobs is not None:
+        if not s.request.is_plain and s.request.scores_prompt:
             return False
     return True
 
@@ -305,7 +305,7 @@ def num_scored(sequence: ScheduledSequence) -> int:
     prompt logprobs were requested.
     """
     request = sequence.request
-    if request.sampling.prompt_logprobs is None:
+    if not request.scores_prompt:
         return 0
     return max(0, min(sequence.start + sequence.num_tokens, request.num_prompt_tokens - 1) - sequence.start)
 

@@ -31,7 +31,7 @@ from trimtab_engine.messages.requests import (
     StepStats,
 )
 from trimtab_engine.scheduling.pooling import Pooling
-from trimtab_engine.scheduling.sampling import TokenLogprobs
+from trimtab_engine.scheduling.sampling import PackedLogprobs, TokenLogprobs
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 258
@@ -73,7 +73,9 @@ class Sequence:
                 likely = list(range(sampling.prompt_logprobs))
                 values = [-0.25, *(-1.0 - i for i in likely)]
                 known = self.message.prompt_token_ids[1:]
-                output.prompt_logprobs = [TokenLogprobs([token_id, *likely], values, 1) for token_id in known]
+                output.prompt_logprobs = PackedLogprobs.of(
+                    TokenLogprobs([token_id, *likely], values, 1) for token_id in known
+                )
         if sampling.logprobs is not None:
             others = list(range(sampling.logprobs))
             output.logprobs = [TokenLogprobs([token, *others], [-0.5, *(-1.0 - i for i in others)], 1)]

@@ -1,17 +1,21 @@
 """Log-probabilities of a prompt's own tokens are the same however the prompt is computed."""
 
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import engine_builders
+import msgspec
 import pytest
 from engine_builders import a_new_request as a_request
+from hypothesis import given
+from hypothesis import strategies as st
 from trimtab_engine.core.engine import Engine
 from trimtab_engine.messages.requests import AddRequest, SequenceOutput
-from trimtab_engine.scheduling.sampling import TokenLogprobs
+from trimtab_engine.scheduling.sampling import PackedLogprobs, TokenLogprobs
 
 VOCABULARY = 97
 BLOCKS_FOR_ONE = 128 // 8
@@ -45,7 +49,7 @@ def serve(engine: Engine, requests: list[AddRequest]) -> dict[str, list[Sequence
 def judged(outputs: list[SequenceOutput]) -> list[TokenLogprobs]:
     assert outputs[0].prompt_logprobs is not None
     assert all(output.prompt_logprobs is None for output in outputs[1:])
-    return outputs[0].prompt_logprobs
+    return list(outputs[0].prompt_logprobs)
 
 
 PROMPTS = [a_prompt(seed, length) for seed, length in enumerate((2, 40, 33, 61, 90, 17, 50, 77))]
@@ -111,3 +115,44 @@ def test_nothing_is_taken_from_the_prefix_cache(model: Path, expected: list[list
     asked = serve(engine, [a_request("asked", prompt, max_tokens=1, prompt_logprobs=2)])["asked"]
     assert asked[0].num_cached_tokens == 0
     assert len(judged(asked)) == len(prompt) - 1
+
+
+POSITIONS = st.lists(
+    st.builds(
+        TokenLogprobs,
+        token_ids=st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=2),
+        logprobs=st.lists(st.floats(-100, 0, width=32), min_size=2, max_size=2) | st.just([]),
+        rank=st.integers(1, 2**31 - 1),
+    )
+)
+
+
+@given(POSITIONS, POSITIONS)
+def test_packed_logprobs_read_like_a_list(first: list[TokenLogprobs], second: list[TokenLogprobs]) -> None:
+    packed = PackedLogprobs.of(first)
+    packed.extend(PackedLogprobs.of(second))
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=PackedLogprobs)
+    assert list(sent) == first + second
+    assert len(sent) == len(first) + len(second)
+    assert sent.num_values == 2 * len(sent)
+
+
+def test_packed_logprobs_take_a_few_bytes_per_value() -> None:
+    packed = PackedLogprobs.of(TokenLogprobs([n] * 21, [-1.5] * 21, 3) for n in range(4761))
+    assert len(msgspec.msgpack.encode(packed)) < 9 * packed.num_values
+    assert sum(map(sys.getsizeof, (packed.counts, packed.ranks, packed.token_ids, packed.logprobs))) < 1 << 20
+
+
+def test_reported_prompt_logprobs_are_not_kept(model: Path) -> None:
+    """Nor computed again after a preemption, which may then use cached blocks."""
+    engine = an_engine(model)
+    engine.add(a_request("r", PROMPTS[4], max_tokens=20, prompt_logprobs=2))
+    outputs = engine.step().outputs
+    (request,) = engine._scheduler.unfinished()
+    assert len(outputs[0].prompt_logprobs or ()) == len(PROMPTS[4]) - 1
+    assert len(request.prompt_logprobs) == 0
+    engine.reset_prefix_cache(reset_running_requests=True)
+    while engine.has_work:
+        outputs += engine.step().outputs
+    assert len(request.prompt_logprobs) == 0
+    assert [output.prompt_logprobs for output in outputs[1:]] == [None] * 19

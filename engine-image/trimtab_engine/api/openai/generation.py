@@ -18,7 +18,7 @@ from trimtab_engine.engine_client.output_queue import PlainRun
 from trimtab_engine.messages.requests import AddRequest, SequenceOutput
 from trimtab_engine.messages.state_stream import PrefixCuts
 from trimtab_engine.multimodal.items import Span
-from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
+from trimtab_engine.scheduling.sampling import PackedLogprobs, Sampling, TokenLogprobs
 from trimtab_engine.text.stream import TextStream
 from trimtab_engine.text.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ class Piece:
     """Part of the cached tokens that came from host memory."""
     engine: int = 0
     """Data-parallel core that computed it."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     """Prompt logprobs from the second token on; set on the choice's first piece if requested."""
     texts: list[str] | None = None
     """Text of each token, if known; each is one chunk of a stream."""

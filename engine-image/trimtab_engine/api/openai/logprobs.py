@@ -1,7 +1,7 @@
 """Log-probabilities in OpenAI's two formats. Pure, except for token text lookups."""
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trimtab_engine.scheduling.sampling import TokenLogprobs
@@ -72,7 +72,7 @@ def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], name
     return {"content": [_chat_position(tokenizer, position, name) for position in positions]}
 
 
-def prompt_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokenizer: Tokenizer, positions: Iterable[TokenLogprobs]) -> list[dict[str, Any] | None]:
     """Return vLLM's prompt_logprobs: one object per prompt token, keyed by token ID; null for the first token."""
     return [None, *(_by_token_id(tokenizer, position) for position in positions)]
 

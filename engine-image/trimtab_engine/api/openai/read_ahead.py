@@ -73,7 +73,8 @@ class PieceBuffer:
 
 def size_of(piece: Piece) -> int:
     """Return the approximate memory of a piece in bytes."""
-    num_values = _num_values(piece.logprobs) + _num_values(piece.prompt_logprobs or ())
+    packed = piece.prompt_logprobs
+    num_values = _num_values(piece.logprobs) + (0 if packed is None else 3 * len(packed) + packed.num_values)
     size = sys.getsizeof(piece.text) - sys.getsizeof("") + len(piece.texts or ()) * TEXT_BYTES
     return size + len(piece.token_ids) * TOKEN_ID_BYTES + num_values * LOGPROB_BYTES
 

@@ -20,7 +20,7 @@ from trimtab_engine.api.openai.protocol import MAX_REPORTED, GenerationRequest
 from trimtab_engine.api.openai.read_ahead import ReadAhead
 from trimtab_engine.api.openai.response_builders import ResponseBuilder, Usage
 from trimtab_engine.api.openai.state import ServerState, Serving
-from trimtab_engine.scheduling.sampling import TokenLogprobs
+from trimtab_engine.scheduling.sampling import PackedLogprobs, TokenLogprobs
 
 MAX_INLINE_LOGPROBS = 1000  # log-probabilities that are serialized within milliseconds
 TOKEN_IDS_PER_LOGPROB = 10  # token IDs that take as long to serialize as one log-probability
@@ -57,10 +57,10 @@ class ChoiceState:
     """Output of one choice so far."""
 
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     token_ids: list[int] = field(default_factory=list)
     last: Piece | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
 
 
 async def respond(
@@ -118,10 +118,10 @@ async def _respond_whole(
             if echo is not None:
                 _add_echo(piece, plan, echo, is_first=choice.last is None)
             choice.text += piece.text
-            choice.logprobs += piece.logprobs
+            choice.logprobs.extend(piece.logprobs)
             if body.return_token_ids:
                 choice.token_ids += piece.token_ids
-            choice.last = piece
+            choice.last = replace(piece, logprobs=[], prompt_logprobs=None)
             num_reported += sum(len(position.token_ids) for position in piece.logprobs)
             if num_reported > MAX_REPORTED:
                 raise invalid(
@@ -136,7 +136,7 @@ async def _respond_whole(
         entries = []
         for choice in choices:
             assert choice.last is not None  # every choice ends with a piece
-            entry = builder.choice(choice.last, choice.text, choice.logprobs if wants_logprobs else None)
+            entry = builder.choice(choice.last, choice.text, list(choice.logprobs) if wants_logprobs else None)
             if body.prompt_logprobs is not None and not builder.has_one_prompt:
                 entry["prompt_logprobs"] = prompt_logprobs(serving.tokenizer, choice.prompt_logprobs or [])
             if body.return_token_ids:
@@ -151,8 +151,11 @@ async def _respond_whole(
 
     if body.return_token_ids:
         num_reported += plan.num_prompt_tokens * plan.n // TOKEN_IDS_PER_LOGPROB
-    num_reported += sum(len(position.token_ids) for c in choices for position in c.prompt_logprobs or ())
-    return build_response() if num_reported <= MAX_INLINE_LOGPROBS else await asyncio.to_thread(build_response)
+    num_reported += sum(choice.prompt_logprobs.num_values for choice in choices if choice.prompt_logprobs is not None)
+    if num_reported <= MAX_INLINE_LOGPROBS:
+        return build_response()
+    async with state.long_responses:
+        return await asyncio.to_thread(build_response)
 
 
 async def _stream(

@@ -101,6 +101,9 @@ class ServerState:
     """Called once, when the drain begins."""
     on_drop_media_cache: Callable[[], None] = lambda: None
     """Called when all servers must drop their cached images and videos."""
+    long_responses: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    """Held while a response of many values is serialized in a thread: one at a time bounds memory, and the share of
+    Python's global lock that the event loop loses."""
     admission: Admission = field(init=False)
 
     def __post_init__(self) -> None:
