@@ -71,7 +71,12 @@ class MessageWriter:
         return self._head | {"content": content, **stop_fields(message), "usage": usage_json(usage)}
 
     def start(self, usage: Usage) -> str:
-        message = self._head | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage_json(usage)}
+        message: Json = self._head | {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_json(usage),
+        }
         return event({"type": "message_start", "message": message}, "message_start")
 
     def delta(self, delta: MessageDelta) -> str:

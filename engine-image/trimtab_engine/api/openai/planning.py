@@ -147,7 +147,7 @@ async def render_chat(
     return await serving.renderer.render(
         [message.for_template(serving.renderer.content_forms) for message in messages],
         tools=tools,
-        variables=fields.chat_template_kwargs,
+        variables=fields.template_variables or None,
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
         max_characters=serving.facts.max_model_len * MAX_CHARACTERS_PER_TOKEN,

@@ -18,6 +18,8 @@ class TemplateFields(BaseModel):
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Passed to the template as a variable; it has an effect on models whose template uses it."""
     chat_template_kwargs: Annotated[dict[str, TemplateValue], Field(max_length=MAX_TEMPLATE_VALUES)] | None = None
 
     @model_validator(mode="after")
@@ -33,6 +35,16 @@ class TemplateFields(BaseModel):
                 "chat_template_kwargs", f"chat_template_kwargs: {min(reserved)!r} has its own field; use that field"
             )
         return self
+
+    @property
+    def template_variables(self) -> dict[str, TemplateValue]:
+        """Variables of the template. Without effort, templates with the switch enable_thinking turn it off."""
+        effort: dict[str, TemplateValue] = {}
+        if self.reasoning_effort is not None:
+            effort["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        return {**effort, **(self.chat_template_kwargs or {})}
 
 
 class PromptFields(BaseModel):

@@ -61,7 +61,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "prompt_embeds": (None,),
-    "reasoning_effort": (None,),
     "repetition_detection": (None,),
     "return_mm_kwargs": (None, True),
     "return_prompt_text": (None, False),

@@ -10,7 +10,6 @@ GENERATION = "use /v1/chat/completions or /v1/completions"
 NO_SCORES = "scoring models are not supported; compare embeddings of /v1/embeddings"
 TEXT_ONLY = "only text output is supported"
 UNSUPPORTED = {
-    "/v1/responses": GENERATION,
     "/v1/moderations": TEXT_ONLY,
     "/v1/rerank": NO_SCORES,
     "/v2/rerank": NO_SCORES,

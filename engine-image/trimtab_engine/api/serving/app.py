@@ -24,6 +24,7 @@ from trimtab_engine.api.openai.routes import openai_router
 from trimtab_engine.api.openai.state import RETRY_SECONDS, ServerOptions, ServerState
 from trimtab_engine.api.openai.tokenize_routes import tokenize_router
 from trimtab_engine.api.openai.unsupported_routes import unsupported_router
+from trimtab_engine.api.responses.routes import responses_router
 from trimtab_engine.ipc.open_files import raise_open_file_limit
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health", "/ping"})
@@ -41,6 +42,7 @@ def build_app(state: ServerState) -> FastAPI:
     )  # first, because routes are matched in order and these are the most frequent
     app.include_router(embedding_router(state))
     app.include_router(anthropic_router(state))
+    app.include_router(responses_router(state))
     app.include_router(_probes(state))
     app.include_router(render_router(state))
     app.include_router(tokenize_router(state))
