@@ -1,4 +1,4 @@
-"""The fit of step times: it finds the coefficients of noisy steps, keeps them through decoding, and ignores outliers."""
+"""The fit of step times: coefficients from noisy steps, through long decoding and outliers."""
 
 import math
 import random
