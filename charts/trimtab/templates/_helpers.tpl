@@ -101,9 +101,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [configmaps]
   verbs: [get, list, watch, create, patch]
-# The Secret shared by the pods of a multi-pod replica: read by name, never listed.
+# The Secret with which the pods of multi-pod replicas authenticate each other, one in each namespace. A server-side
+# apply that creates it is authorized by its name.
 - apiGroups: [""]
   resources: [secrets]
+  resourceNames: [trimtab-rendezvous]
   verbs: [get, create, patch]
 - apiGroups: [""]
   resources: [pods]

@@ -9,7 +9,7 @@ from decimal import Decimal
 from trimtab_operator.builders.download import SWITCH, download_flags, pinned_uri
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
 from trimtab_operator.builders.model_volume import mounted_path
-from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_MOUNT, RENDEZVOUS_SECRET_KEY
+from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_FILE, RENDEZVOUS_MOUNT
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.live_parameters import live_parameters
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
@@ -89,7 +89,7 @@ def _layout_flags(spec: Spec) -> dict[str, object | None]:
         "--enable-expert-parallel": SWITCH if parallelism.expert else None,
         "--nnodes": layout.pods if layout.pods > 1 else None,
         "--master-port": RENDEZVOUS_PORT if layout.pods > 1 else None,
-        "--rendezvous-secret-file": f"{RENDEZVOUS_MOUNT}/{RENDEZVOUS_SECRET_KEY}" if layout.pods > 1 else None,
+        "--rendezvous-secret-file": f"{RENDEZVOUS_MOUNT}/{RENDEZVOUS_FILE}" if layout.pods > 1 else None,
     }
 
 

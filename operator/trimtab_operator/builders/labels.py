@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trimtab_operator.resource.spec import InferenceDeployment
 
+RENDEZVOUS_SECRET_NAME = "trimtab-rendezvous"  # noqa: S105 - of all resources in a namespace
 MANAGED_BY = "trimtab-operator"
 DEPLOYMENT_LABEL = "trimtab.dev/deployment"
 GROUP_LABEL = "trimtab.dev/group"  # the replica's ordinal
@@ -105,11 +106,6 @@ def engines_service_name(deployment: InferenceDeployment) -> str:
 def account_name(deployment: InferenceDeployment) -> str:
     """Return the name of the pods' ServiceAccount."""
     return f"{deployment.name}-engine"
-
-
-def rendezvous_secret_name(deployment: InferenceDeployment) -> str:
-    """Return the name of the Secret shared by the pods of a replica with several pods."""
-    return f"{deployment.name}-rendezvous"
 
 
 def facts_name(deployment: InferenceDeployment) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 from trimtab_operator.builders.download import cache_claim, cache_volumes, download_env, secret_volumes
 from trimtab_operator.builders.engine_args import engine_args
-from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name, rendezvous_secret_name
+from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name
 from trimtab_operator.builders.model_volume import model_volumes
-from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_MOUNT
+from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_MOUNT, rendezvous_volume
 from trimtab_operator.builders.startup import probe_seconds
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.quantity import parse_seconds
@@ -139,7 +139,7 @@ def _volumes(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     volumes += model_volumes(deployment.spec)[0]
     volumes += cache_volumes(deployment.spec)[0] + secret_volumes(deployment.spec)[0]
     if layout.pods > 1:
-        volumes.append({"name": "rendezvous", "secret": {"secretName": rendezvous_secret_name(deployment)}})
+        volumes.append(rendezvous_volume(deployment))
     return volumes
 
 

@@ -1,6 +1,8 @@
 """Secret with which the pods of a replica authenticate each other before they form one engine.
 
-Its value is derived from the resource's admin token, which no pod has, so the operator can recreate a lost Secret.
+All resources of a namespace share one Secret of a fixed name, with one key each, so that the operator's role can name
+it and gives access to no other Secret. The value is derived from the resource's admin token, which no pod has, so the
+operator can recreate a lost Secret.
 """
 
 from __future__ import annotations
@@ -10,11 +12,17 @@ import hashlib
 import hmac
 from typing import Any
 
-from trimtab_operator.builders.labels import common_labels, rendezvous_secret_name
+from trimtab_operator.builders.labels import MANAGED_BY, RENDEZVOUS_SECRET_NAME
 from trimtab_operator.resource.spec import InferenceDeployment
 
-RENDEZVOUS_SECRET_KEY = "secret"  # noqa: S105 - the name of a field
+RENDEZVOUS_FILE = "secret"
 RENDEZVOUS_MOUNT = "/etc/trimtab/rendezvous"
+
+
+def rendezvous_volume(deployment: InferenceDeployment) -> dict[str, Any]:
+    """Return the volume with the resource's value as the file RENDEZVOUS_FILE."""
+    items = [{"key": deployment.name, "path": RENDEZVOUS_FILE}]
+    return {"name": "rendezvous", "secret": {"secretName": RENDEZVOUS_SECRET_NAME, "items": items}}
 
 
 def rendezvous_secret(deployment: InferenceDeployment, *, token: str) -> dict[str, Any]:
@@ -24,10 +32,10 @@ def rendezvous_secret(deployment: InferenceDeployment, *, token: str) -> dict[st
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
-            "name": rendezvous_secret_name(deployment),
+            "name": RENDEZVOUS_SECRET_NAME,
             "namespace": deployment.namespace,
-            "labels": common_labels(deployment),
+            "labels": {"app.kubernetes.io/managed-by": MANAGED_BY, "app.kubernetes.io/part-of": "trimtab"},
         },
         "type": "Opaque",
-        "data": {RENDEZVOUS_SECRET_KEY: base64.b64encode(value.encode()).decode()},
+        "data": {deployment.name: base64.b64encode(value.encode()).decode()},
     }

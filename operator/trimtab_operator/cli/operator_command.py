@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trimtab_operator.builders.account import service_account
-from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_SECRET_KEY, rendezvous_secret
+from trimtab_operator.builders.rendezvous_secret import rendezvous_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 from trimtab_operator.cli import prometheus_flags
@@ -351,7 +351,7 @@ def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
     if router is not None:
         found += map(dict, router_manifests(deployment, router, Installation(), UNKNOWN_ROUTER, UNKNOWN_TOKEN_HASH))
     if layout_of(deployment.spec).pods > 1:
-        found.append({**rendezvous_secret(deployment, token=""), "data": {RENDEZVOUS_SECRET_KEY: UNKNOWN_SECRET}})
+        found.append({**rendezvous_secret(deployment, token=""), "data": {deployment.name: UNKNOWN_SECRET}})
     for ordinal in range(current_replicas(deployment, None)):
         if layout_of(deployment.spec).pods == 1:
             found.append(leader_stateful_set(wanted, ordinal))

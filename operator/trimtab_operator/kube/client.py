@@ -31,10 +31,10 @@ from trimtab_operator.builders.labels import (
     GROUP_LABEL,
     LEADER,
     MANAGED_BY,
+    RENDEZVOUS_SECRET_NAME,
     ROLE_LABEL,
     WORKER,
     children_selector,
-    rendezvous_secret_name,
     router_name_of,
 )
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotLeading, NotYet
@@ -259,10 +259,12 @@ class Cluster:
         Raises:
             NameTaken: `is_new`, and an object of this name has another owner.
         """
+        if manifest["kind"] == "Secret":
+            await self._apply_shared_secret(manifest, owner)
+            return
         metadata = {**manifest["metadata"], "ownerReferences": [owner_reference(owner)]}
         body = {**manifest, "metadata": metadata}
         if manifest["kind"] not in OPTIONAL:
-            self._rendezvous_secrets.pop(owner.uid, None)
             self._record_write(body, owner, await self._create_or_update(body, owner, is_new=is_new))
             return
         self._optional.pop(owner.uid, None)
@@ -272,6 +274,15 @@ class Cluster:
             if missing_permission(error) is None:
                 raise
             self._disable_optional_kind(str(manifest["kind"]), missing_permission(error))
+
+    async def _apply_shared_secret(self, manifest: Manifest, owner: InferenceDeployment) -> None:
+        """Apply the resource's key of the rendezvous Secret. Each resource is one of its owners and has its own field
+        manager, so it keeps the keys of others. The Secret is deleted with the last owner.
+        """
+        self._rendezvous_secrets.pop(owner.uid, None)
+        reference = {**owner_reference(owner), "controller": False}
+        body = {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}}
+        await self._apply(body, f"{FIELD_MANAGER}-{owner.name}")
 
     async def _create_or_update(self, body: Manifest, owner: InferenceDeployment, *, is_new: bool) -> Manifest:
         """Apply a child. A new child is created in one call that fails if the object exists; an existing object is
@@ -484,7 +495,7 @@ class Cluster:
         """
         if layout_of(deployment.spec).pods == 1 and not any(map(is_worker, stateful_sets)):
             return ()
-        found = await self.get("Secret", deployment.namespace, rendezvous_secret_name(deployment))
+        found = await self.get("Secret", deployment.namespace, RENDEZVOUS_SECRET_NAME)
         return () if found is None else (found,)
 
     async def _cached_rendezvous_secret(
@@ -645,7 +656,7 @@ def _build_children(
         router_pods=tuple(pod for pod in lists["Pod"] if is_of_router(pod, deployment.name)),
         jobs=jobs,
         accounts=filter_owned(lists["ServiceAccount"], deployment.uid),
-        secrets=filter_owned(secrets, deployment.uid),
+        secrets=tuple(secrets),
         optional=optional,
     )
 

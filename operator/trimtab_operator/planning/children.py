@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from trimtab_operator.builders.config_map import tuning_config_map
 from trimtab_operator.builders.labels import ROLE_LABEL
-from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_SECRET_KEY, rendezvous_secret
+from trimtab_operator.builders.rendezvous_secret import rendezvous_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import Held, Rendered, leader_stateful_set, worker_stateful_set
 from trimtab_operator.layout import layout_of
@@ -120,8 +120,9 @@ def plan_rendezvous_secret(wanted: InferenceDeployment, observed: ObservedChildr
         return ()
     wanted_secret = rendezvous_secret(wanted, token=token)
     present = next(iter(observed.secrets), None)
-    if present is not None and (present.get("data") or {}).get(RENDEZVOUS_SECRET_KEY):
-        wanted_secret["data"] = present["data"]
+    value = None if present is None else (present.get("data") or {}).get(wanted.name)
+    if value:
+        wanted_secret["data"] = {wanted.name: value}
     return plan_applies([wanted_secret], observed)
 
 

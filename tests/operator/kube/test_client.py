@@ -11,6 +11,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.dynamic.exceptions import NotFoundError, api_exception
 from operator_builders import a_deployment
 from trimtab_operator.builders.labels import GROUP_LABEL, LEADER, ROLE_LABEL, WORKER, common_labels
+from trimtab_operator.builders.rendezvous_secret import rendezvous_secret
 from trimtab_operator.errors import NameTaken, NotYet
 from trimtab_operator.kube.client import (
     API_ERRORS,
@@ -332,3 +333,21 @@ async def test_evict_is_blocked_by_own_budget_only(
     assert await door.evict("n", "m-g0-0", uid="u", budget="m") is goes
     assert door.called[0] == ("post", "/Pod/n/m-g0-0/eviction")
     assert door.called[1:] == ([("delete", "/Pod/n/m-g0-0")] if is_deleted else [])
+
+
+async def test_rendezvous_secret_has_one_manager_and_owner_per_resource() -> None:
+    sent: list[tuple[str, dict[str, Any]]] = []
+
+    class Recorder(Cluster):
+        async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+            sent.append((path, options))
+            return {}
+
+    for name in ("m", "other"):
+        deployment = a_deployment(name=name)
+        await Recorder().apply(rendezvous_secret(deployment, token=name), deployment, is_new=True)
+    assert {path for path, _ in sent} == {"/api/v1/namespaces/n/secrets/trimtab-rendezvous"}
+    assert [options["query"]["fieldManager"] for _, options in sent] == ["trimtab-operator-m", "trimtab-operator-other"]
+    assert [list(options["body"]["data"]) for _, options in sent] == [["m"], ["other"]]
+    owners = [options["body"]["metadata"]["ownerReferences"][0] for _, options in sent]
+    assert [(owner["uid"], owner["controller"]) for owner in owners] == [("u-m", False), ("u-other", False)]

@@ -16,7 +16,7 @@ import pytest
 from operator_builders import a_deployment, a_spec
 from operator_cluster import FakeCluster
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, common_labels, group_selector
-from trimtab_operator.builders.rendezvous_secret import rendezvous_secret
+from trimtab_operator.builders.rendezvous_secret import rendezvous_secret, rendezvous_volume
 from trimtab_operator.builders.service import rendezvous_service
 from trimtab_operator.builders.stateful_set import GANG_BACKOFF_ANNOTATION, Held, rendered
 from trimtab_operator.observed.actions import Apply, Delete
@@ -316,28 +316,28 @@ def test_multi_pod_group_waits_for_rendezvous_address() -> None:
 
 def test_lost_rendezvous_secret_is_recreated() -> None:
     cluster = a_settled_cluster(parallelism=THREE, replicas=2)
-    made = copy.deepcopy(cluster.objects["Secret", "m-rendezvous"])
+    made = copy.deepcopy(cluster.objects["Secret", "trimtab-rendezvous"])
     for name in ("m-g0", "m-g0-w", "m-g1", "m-g1-w"):
         pod = cluster.objects["StatefulSet", name]["spec"]["template"]["spec"]
-        assert {"name": "rendezvous", "secret": {"secretName": "m-rendezvous"}} in pod["volumes"]
+        assert rendezvous_volume(cluster.deployment) in pod["volumes"]
         (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "rendezvous"]
         assert f"--rendezvous-secret-file={mount['mountPath']}/secret" in pod["containers"][0]["args"]
     pods = copy.deepcopy(cluster.pods)
-    for present in (None, {}, {"secret": ""}):
+    for present in (None, {}, {"m": ""}):
         if present is None:
-            del cluster.objects["Secret", "m-rendezvous"]
+            del cluster.objects["Secret", "trimtab-rendezvous"]
         else:
-            cluster.objects["Secret", "m-rendezvous"]["data"] = dict(present)
-        assert applied(cluster) == [("Secret", "m-rendezvous")]
+            cluster.objects["Secret", "trimtab-rendezvous"]["data"] = dict(present)
+        assert applied(cluster) == [("Secret", "trimtab-rendezvous")]
         cluster.settle()
-        assert cluster.objects["Secret", "m-rendezvous"]["data"] == made["data"]
+        assert cluster.objects["Secret", "trimtab-rendezvous"]["data"] == made["data"]
     assert cluster.pods == pods, "no pod restarts"
 
 
 def test_existing_rendezvous_secret_value_is_kept() -> None:
     """Pods of one group that start at different times must read the same value."""
     cluster = a_settled_cluster(parallelism=THREE)
-    cluster.objects["Secret", "m-rendezvous"]["data"] = {"secret": "c29tZWJvZHkgZWxzZSdz"}
+    cluster.objects["Secret", "trimtab-rendezvous"]["data"] = {"m": "c29tZWJvZHkgZWxzZSdz"}
     assert applied(cluster) == []
 
 
@@ -371,7 +371,7 @@ def test_running_ranks_keep_their_rendezvous_service() -> None:
 
 def test_rendezvous_secret_is_per_resource_and_not_the_token() -> None:
     deployment = FakeCluster(parallelism=THREE).deployment
-    secrets = [rendezvous_secret(deployment, token=token)["data"]["secret"] for token in ("a", "b", "a")]
+    secrets = [rendezvous_secret(deployment, token=token)["data"]["m"] for token in ("a", "b", "a")]
     assert secrets[0] == secrets[2] != secrets[1]
     assert len(base64.b64decode(secrets[0])) == 64
 
@@ -441,7 +441,7 @@ def test_scale_in_deletes_whole_group() -> None:
     cluster.edit(replicas=1)
     assert set(deleted(cluster)) == {"m-g1", "m-g1-w"}
     cluster.settle()
-    assert children_of(cluster) == ["m", "m-engine", "m-g0", "m-g0", "m-g0-w", "m-rendezvous"]
+    assert children_of(cluster) == ["m", "m-engine", "m-g0", "m-g0", "m-g0-w", "trimtab-rendezvous"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(THREE, {}), ({}, THREE), (THREE, TWO)])
