@@ -10,9 +10,10 @@ Canonical bytes: the bytes F6 to FF do not occur in UTF-8 and separate the field
 
     text prompt   its UTF-8
     token IDs     4 bytes each, little endian
-    chat          tools, then messages: FF tool as JSON … FE role [FD name] [FC reasoning] FB content [FA tool call ID]
+    conversation  tools, then messages: FF tool as JSON … FE role [FD name] [FC reasoning] FB content [FA tool call ID]
                   (F9 function name F8 arguments F8 call ID) …; in content F7 separates text parts, and F6 precedes the
-                  16-byte digest of an image or a video
+                  16-byte digest of an image or a video. Chat completions, Anthropic's messages (system, then the blocks
+                  in their order) and OpenAI's responses (instructions, then the items in their order) are written alike
 
 The seed of the first cut is the root: the hash of everything else that separates prompts (adapter, cache salt, special
 tokens, template variables).
@@ -73,32 +74,41 @@ class CanonicalPrompt:
         return PromptKeys(chain(self.root, data), len(data), self.num_tokens)
 
 
-def prompt_keys(body: Mapping[str, Any], *, adapter: str = "", salt: str = "") -> list[PromptKeys]:
-    """Return the keys of each prompt of a completion or chat request; an empty list if the request has none.
+def prompt_keys(body: Mapping[str, Any], *, path: str = "", adapter: str = "", salt: str = "") -> list[PromptKeys]:
+    """Return the keys of each prompt of a request that generates text; an empty list if the request has none.
 
     Args:
         body: The parsed JSON body. It may be invalid: the engine decides that.
+        path: The request's path. It matters for bodies with `input`, which not only responses have.
         adapter: Name of the adapter, or an empty string for the base model under any of its names.
         salt: Salt of the client's API key (api_key_salt), where the engine separates API keys.
     """
-    return [prompt.keys() for prompt in canonical_prompts(body, adapter=adapter, salt=salt)]
+    return [prompt.keys() for prompt in canonical_prompts(body, path=path, adapter=adapter, salt=salt)]
 
 
-def canonical_prompts(body: Mapping[str, Any], *, adapter: str = "", salt: str = "") -> list[CanonicalPrompt]:
+def canonical_prompts(
+    body: Mapping[str, Any], *, path: str = "", adapter: str = "", salt: str = ""
+) -> list[CanonicalPrompt]:
     """Return the canonical form of each prompt; arguments as for prompt_keys(). Never raises on invalid bodies."""
-    if body.get("truncate_prompt_tokens") is not None:
+    if any(body.get(name) not in (None, "disabled") for name in ("truncate_prompt_tokens", "truncation")):
         return []  # the prompt may begin anywhere
+    if body.get("previous_response_id") is not None:
+        return []  # only the engine knows the beginning
     own_salt = body.get("cache_salt")
     salt += own_salt if isinstance(own_salt, str) else ""
-    special = body.get("add_special_tokens")
     try:
         messages = body.get("messages")
         if isinstance(messages, list):
-            return [_chat(body, messages, adapter, salt, add_special_tokens=special is True)]
+            return [_conversation(body, messages, adapter, salt)]
+        if path.endswith("/responses"):
+            given = body.get("input")
+            items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            return [_conversation(body, items, adapter, salt)] if isinstance(items, list) else []
         prompt = body.get("prompt")
         is_list = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)
         prompts: Any = prompt if is_list else [prompt]
-        return [_plain(each, adapter, salt, add_special_tokens=special is not False) for each in prompts]
+        is_bare = body.get("add_special_tokens") is False
+        return [_plain(each, adapter, salt, add_special_tokens=not is_bare) for each in prompts]
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError, msgspec.MsgspecError, RecursionError):
         return []  # not a valid request
 
@@ -131,56 +141,95 @@ def _plain(prompt: str | list[int], adapter: str, salt: str, *, add_special_toke
     return CanonicalPrompt(_root(b"ids", adapter, salt), (ids.tobytes(),), (), len(ids))
 
 
-def _chat(
-    body: Mapping[str, Any], messages: list[Any], adapter: str, salt: str, *, add_special_tokens: bool
-) -> CanonicalPrompt:
-    options = (
-        b"special" if add_special_tokens else b"",
-        _encode_json(body.get("chat_template_kwargs") or None),
-        _encode_json(body.get("reasoning_effort")),
-    )
+def _conversation(body: Mapping[str, Any], messages: list[Any], adapter: str, salt: str) -> CanonicalPrompt:
+    thinking, reasoning = body.get("thinking"), body.get("reasoning")
+    variables = body.get("chat_template_kwargs") or None
+    if isinstance(thinking, dict):
+        variables = {"enable_thinking": thinking.get("type") != "disabled"}
+    effort = reasoning.get("effort") if isinstance(reasoning, dict) else body.get("reasoning_effort")
+    special = b"special" if body.get("add_special_tokens") is True else b""
+    root = _root(b"chat", adapter, salt, special, _encode_json(variables), _encode_json(effort))
     pieces: list[bytes] = []
     contents: list[int] = []
-    append = pieces.append
     for tool in body.get("tools") or ():
-        append(_TOOL + _encode_json(tool))
+        pieces.append(_TOOL + _encode_json(tool))
+    system = body.get("system") or body.get("instructions")
+    if system:
+        _append_message({"role": "system", "content": system}, pieces, contents)
     for message in messages:
-        role, content = message["role"], message.get("content")
-        append(_MESSAGE_START.get(role) or _ROLE + _utf8(role))
-        if len(message) > 2:
-            if name := message.get("name"):
-                append(_NAME + _utf8(name))
-            if reasoning := message.get("reasoning") or message.get("reasoning_content"):
-                append(_REASONING + _utf8(reasoning))
-        append(_CONTENT)
-        if isinstance(content, str):
-            contents.append(len(pieces))
-            append(_utf8(content))
-        elif content:
-            _append_parts(content, pieces, contents)
-        if len(message) > 2:
-            if call_id := message.get("tool_call_id"):
-                append(_CALL_ID + _utf8(call_id))
-            for call in message.get("tool_calls") or ():
-                function = call["function"]
-                fields = (function["name"], function.get("arguments") or "", call.get("id") or "")
-                append(_CALL + _ARGUMENT.join(map(_utf8, fields)))
-    return CanonicalPrompt(_root(b"chat", adapter, salt, *options), pieces, contents)
+        _append_message(message, pieces, contents)
+    return CanonicalPrompt(root, pieces, contents)
+
+
+def _append_message(message: Mapping[str, Any], pieces: list[bytes], contents: list[int]) -> None:
+    """Append a message, or an item of a response's input."""
+    append = pieces.append
+    kind = message.get("type", "message")
+    if kind == "reasoning":
+        parts = message.get("content") or message.get("summary") or ()
+        append(_MESSAGE_START["assistant"] + _REASONING + _utf8("".join([part["text"] for part in parts])))
+        return
+    if kind == "function_call":
+        append(_MESSAGE_START["assistant"] + _call(message["name"], message["arguments"], message["call_id"]))
+        return
+    if kind == "function_call_output":
+        message = {"role": "tool", "content": message["output"], "tool_call_id": message["call_id"]}
+    role, content = message["role"], message.get("content")
+    append(_MESSAGE_START.get(role) or _ROLE + _utf8(role))
+    has_more = len(message) > 2
+    if has_more:
+        if name := message.get("name"):
+            append(_NAME + _utf8(name))
+        if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+            append(_REASONING + _utf8(reasoning))
+    append(_CONTENT)
+    if isinstance(content, str):
+        contents.append(len(pieces))
+        append(_utf8(content))
+    elif content:
+        _append_parts(content, pieces, contents)
+    if has_more:
+        if call_id := message.get("tool_call_id"):
+            append(_CALL_ID + _utf8(call_id))
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            append(_call(function["name"], function.get("arguments") or "", call.get("id") or ""))
 
 
 def _append_parts(parts: list[Any], pieces: list[bytes], contents: list[int]) -> None:
-    """Append the text parts and the digests of images and videos."""
+    """Append the text parts, digests of images and videos, and Anthropic's blocks about tools and thinking."""
     for place, part in enumerate(parts):
         kind = part["type"]
         if place:
             pieces.append(_PART)
-        if kind == "text":
+        if "text" in part:
             contents.append(len(pieces))
             pieces.append(_utf8(part["text"]))
+        elif kind == "tool_use":
+            pieces.append(_call(part["name"], _encode_json(part["input"]).decode(), part["id"]))
+        elif kind == "tool_result":
+            pieces.append(_CALL_ID + _utf8(part["tool_use_id"]))
+            result = part.get("content")
+            if isinstance(result, str):
+                contents.append(len(pieces))
+                pieces.append(_utf8(result))
+            elif result:
+                _append_parts(result, pieces, contents)
+        elif kind == "thinking":
+            pieces.append(_REASONING + _utf8(part["thinking"]))
         else:
-            url = (part.get(kind) or {}).get("url")
-            content = _utf8(url) if url else _encode_json([kind, part.get("uuid")])
-            pieces.append(_MEDIA + xxh3_128_digest(content))
+            pieces.append(_MEDIA + xxh3_128_digest(_media_identity(kind, part)))
+
+
+def _media_identity(kind: str, part: Mapping[str, Any]) -> bytes:
+    """Return the URL of an image or a video, or else the part itself."""
+    where = part.get(kind) or part.get("image_url")
+    url = where.get("url") if isinstance(where, dict) else where
+    return _utf8(url) if url else _encode_json(part)
+
+
+def _call(name: str, arguments: str, call_id: str) -> bytes:
+    return _CALL + _ARGUMENT.join((_utf8(name), _utf8(arguments), _utf8(call_id)))
 
 
 def _utf8(text: str) -> bytes:

@@ -138,19 +138,22 @@ class Registry:
         self,
         body: Mapping[str, Any],
         *,
+        path: str = "",
         api_key: bytes | None = None,
         tenant: str = "",
         priority: int = 0,
         session: str | None = None,
     ) -> RoutedRequest:
-        """Return a completion or chat request in the terms of routing. The body may be any JSON object."""
+        """Return a request in the terms of routing. The body may be any JSON object; without text to continue it has
+        no keys and no prompt tokens.
+        """
         model = body.get("model")
         adapter = model if isinstance(model, str) and self._is_adapter(model) else None
         salt = api_key_salt(api_key) if api_key and self._separates_api_keys else ""
-        prompts = prompt_keys(body, adapter=adapter or "", salt=salt)
+        prompts = prompt_keys(body, path=path, adapter=adapter or "", salt=salt)
         longest = max(prompts, key=lambda prompt: prompt.num_bytes, default=NO_PROMPT)
         has_token_ids = longest.num_tokens is not None
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        max_tokens = body.get("max_completion_tokens") or body.get("max_output_tokens") or body.get("max_tokens")
         return RoutedRequest(
             prompt_tokens=min(sum(map(self._num_tokens, prompts)), MAX_PROMPT_TOKENS),
             keys=longest.keys,

@@ -25,7 +25,7 @@ def num_shared(one: tuple[int, ...], two: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
 def test_keys_of_request_equal_golden_keys(case: dict[str, Any]) -> None:
-    prompts = prompt_keys(case["body"], adapter=case["adapter"], salt=case["salt"])
+    prompts = prompt_keys(case["body"], path=case["path"], adapter=case["adapter"], salt=case["salt"])
     assert [[f"{key:016x}" for key in prompt.keys] for prompt in prompts] == case["keys"]
     assert [prompt.num_bytes for prompt in prompts] == case["num_bytes"]
 
@@ -120,6 +120,16 @@ def test_prompt_lists_have_one_chain_each() -> None:
 )
 def test_body_without_valid_prompt_has_no_keys(body: dict[str, Any]) -> None:
     assert [prompt.keys for prompt in prompt_keys(body) if prompt.keys] == []
+
+
+def test_three_forms_of_one_conversation_have_equal_keys() -> None:
+    chat = {"messages": [{"role": "system", "content": LONG}, {"role": "user", "content": LONG}]}
+    messages = {"system": LONG, "messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}
+    responses = {"instructions": LONG, "input": LONG}
+    assert keys_of(messages) == keys_of(chat)
+    assert keys_of(responses, path="/v1/responses") == keys_of(chat)
+    assert prompt_keys(responses | {"previous_response_id": "r"}, path="/v1/responses") == []
+    assert prompt_keys(responses | {"truncation": "auto"}, path="/v1/responses") == []
 
 
 def test_lone_surrogates_have_keys_of_replacement() -> None:

@@ -24,7 +24,9 @@ async def canonical_forms(state: ServerState, request: Request, body: Generation
     if not state.core.state.reports_state or request.url.path not in ROUTES_WITH_KEYS:
         return []
     parsed = await request.json()  # parsed before, for validation
-    return canonical_prompts(parsed, adapter=state.adapter_of(body.model), salt=key_salt(request))
+    return canonical_prompts(
+        parsed, path=request.url.path, adapter=state.adapter_of(body.model), salt=key_salt(request)
+    )
 
 
 async def completion_cuts(
