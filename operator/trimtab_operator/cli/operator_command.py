@@ -107,6 +107,10 @@ def run(
     namespace: Annotated[
         list[str] | None, typer.Option(help="Namespace to watch; may be repeated. Default: all.")
     ] = None,
+    operator_class: Annotated[
+        str | None,
+        typer.Option("--class", help="Serve resources with this spec.class only. Default: those without a class."),
+    ] = None,
     operator_namespace: Annotated[
         str, typer.Option(help="Namespace of the operator's Lease and Secrets.", envvar="POD_NAMESPACE")
     ] = "trimtab-system",
@@ -234,6 +238,7 @@ def run(
             _parse_privileges(allow_privilege),
             _choice("--gpu-budget", gpu_budget, GpuBudget),
             _choice("--router", router, RouterDefaults),
+            operator_class,
         ),
         prometheus=prometheus,
     )

@@ -16,7 +16,7 @@ from trimtab_operator.planning.model_facts import cached_facts
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.limits import cap_findings
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.resource.spec import KIND, REPLICAS_IGNORED, InferenceDeployment
+from trimtab_operator.resource.spec import CLASS_IMMUTABLE, KIND, REPLICAS_IGNORED, InferenceDeployment, class_of
 from trimtab_operator.validation.engine_flags import argument_warnings
 from trimtab_operator.validation.rules import validation_errors
 
@@ -110,12 +110,12 @@ def review(
         KeyError, TypeError: The request is not an AdmissionReview.
     """
     request_body = request["request"]
-    verdict: dict[str, Any] = {"uid": str(request_body["uid"]), "allowed": True}
+    verdict: dict[str, Any] = allow(request_body)["response"]
     new, old = request_body.get("object") or {}, request_body.get("oldObject") or {}
     if should_validate(request_body) and (request_body["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
         errors = validation_messages(
             new, default_image=default_image, allowed_privileges=allowed_privileges
-        ) or _ignored_replicas_errors(new, old)
+        ) or _transition_errors(new, old)
         errors = errors or _new_layout_errors(new, old, default_image, known)
         if errors:
             message = "; ".join(cap_findings(errors))
@@ -124,15 +124,29 @@ def review(
             deployment = InferenceDeployment.parse(new, default_image=default_image)
             warnings = warnings_of(deployment, known=known, old=old)
             verdict |= {"warnings": [warning[:MAX_WARNING] for warning in warnings]} if warnings else {}
+    return _answer(verdict)
+
+
+def allow(request_body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a response without findings."""
+    return _answer({"uid": str(request_body["uid"]), "allowed": True})
+
+
+def _answer(verdict: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": verdict}
 
 
-def _ignored_replicas_errors(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
-    """Return an error if `replicas` changes while `scaling` is set, because the value would be ignored."""
+def _transition_errors(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Return the errors of an update: a changed class, and a changed `replicas` that `scaling` would ignore.
+
+    The removal of `replicas` is accepted; the API server replaces it by the default.
+    """
     after, before = new.get("spec") or {}, old.get("spec") or {}
-    if after.get("scaling") is None or before.get("scaling") is None or "replicas" not in before:
-        return []
-    return [f"spec.replicas: {REPLICAS_IGNORED}"] if after.get("replicas", 1) != before["replicas"] else []
+    errors = [] if not old or class_of(new) == class_of(old) else [f"spec.class: {CLASS_IMMUTABLE}"]
+    is_ignored = after.get("scaling") is not None and before.get("scaling") is not None and "replicas" in before
+    if is_ignored and after.get("replicas", 1) not in (1, before["replicas"]):
+        errors.append(f"spec.replicas: {REPLICAS_IGNORED}")
+    return errors
 
 
 def _scaling_mode_warning(deployment: InferenceDeployment) -> str | None:

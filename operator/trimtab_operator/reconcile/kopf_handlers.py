@@ -19,7 +19,7 @@ from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.observed.groups import is_terminating
 from trimtab_operator.reconcile.reconciler import Reconciler
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION
+from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, class_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,10 @@ class ReconcileLoops:
             logger.error("a reconcile loop failed; the next event starts it again", exc_info=error)
 
 
-def build_registry(loops: ReconcileLoops, cache: Cache) -> kopf.OperatorRegistry:
-    """Return the registry with all handlers, bound to the loops and the informer cache."""
+def build_registry(loops: ReconcileLoops, cache: Cache, *, operator_class: str | None = None) -> kopf.OperatorRegistry:
+    """Return the registry with all handlers, bound to the loops and the informer cache. Resources of another class are
+    ignored.
+    """
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
@@ -117,6 +119,8 @@ def build_registry(loops: ReconcileLoops, cache: Cache) -> kopf.OperatorRegistry
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def receive(event: kopf.RawEvent, **_: Any) -> None:
         body: Manifest = dict(event["object"])
+        if class_of(body) != operator_class:
+            return
         cache.apply_kopf_event(KIND, event["type"], body)
         if event["type"] != "DELETED":
             loops.start(body)

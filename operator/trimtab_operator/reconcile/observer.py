@@ -30,7 +30,7 @@ from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.gpu_claims import GpuClaims
 from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
-from trimtab_operator.resource.spec import KIND, InferenceDeployment
+from trimtab_operator.resource.spec import KIND, InferenceDeployment, class_of
 from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.gang_placement import Age, ages_of_partly_placed
 
@@ -147,7 +147,7 @@ class ClusterObserver:
         return self._snapshot(key, await self._body(key)).deployment
 
     async def _body(self, key: Key) -> Manifest:
-        return _require_current(await self.cluster.get(KIND, key.namespace, key.name), key)
+        return self._require_current(await self.cluster.get(KIND, key.namespace, key.name), key)
 
     async def read_resource(self, key: Key) -> ClusterSnapshot:
         """Return a snapshot of the resource and its children only.
@@ -178,7 +178,7 @@ class ClusterObserver:
         body = next(iter(self.cache.of(KIND, owner)), None)
         if body is None or body["metadata"]["uid"] != key.uid:
             return None  # only the API server decides that a loop ends
-        snapshot = self._snapshot(key, _require_current(body, key))
+        snapshot = self._snapshot(key, self._require_current(body, key))
         children = await self.cluster.cached_children(snapshot.deployment, self.cache)
         return None if children is None else replace(snapshot, children=children, cached_resource=body)
 
@@ -206,6 +206,18 @@ class ClusterObserver:
             ):
                 return _with_observations(known, snapshot)
         return _with_observations(await self._read_live(key), snapshot)
+
+    def _require_current(self, body: Manifest | None, key: Key) -> Manifest:
+        """Return the resource.
+
+        Raises:
+            Gone: It is missing, is being deleted, or has another uid or another class.
+        """
+        if body is None or body["metadata"]["uid"] != key.uid or is_terminating(body):
+            raise Gone
+        if class_of(body) != self.installation.operator_class:
+            raise Gone
+        return body
 
     def _snapshot(self, key: Key, body: Manifest) -> ClusterSnapshot:
         """Return a snapshot of the resource only; its children are added later."""
@@ -291,17 +303,6 @@ def _follow_routers(snapshot: ClusterSnapshot, routers: RouterPoller) -> Mapping
     """Return the last reports of the running router pods, which are polled from now on."""
     has_replica = any(group.serves for group in groups_of(snapshot.children))
     return routers.follow(router_targets(snapshot.children.router_pods), snapshot.tokens, has_replica=has_replica)
-
-
-def _require_current(body: Manifest | None, key: Key) -> Manifest:
-    """Return the resource.
-
-    Raises:
-        Gone: It is missing, is being deleted, or has another uid.
-    """
-    if body is None or body["metadata"]["uid"] != key.uid or is_terminating(body):
-        raise Gone
-    return body
 
 
 async def _no_result() -> None:

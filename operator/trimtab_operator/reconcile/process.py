@@ -169,6 +169,7 @@ def _webhook(cluster: Cluster, options: Options) -> Webhook:
         configuration=options.webhook_config_name,
         default_image=options.default_image,
         allowed_privileges=options.installation.allowed_privileges,
+        operator_class=options.installation.operator_class,
     )
 
 
@@ -268,7 +269,7 @@ async def _run_loops(reconciler: Reconciler, cache: Cache, options: Options, sto
         return
     others = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
-        registry=build_registry(ReconcileLoops(reconciler), cache),
+        registry=build_registry(ReconcileLoops(reconciler), cache, operator_class=options.installation.operator_class),
         settings=build_settings(),
         standalone=True,
         clusterwide=not options.namespaces,

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from trimtab_operator.resource.spec import (
+    CLASS_IMMUTABLE,
     DEADLINE_WITHOUT_TARGET,
     GROUP,
     KIND,
@@ -36,7 +37,12 @@ MAX_FREE_LIST = 128  # items of a list without a bound
 
 SPEC_RULES = [
     cel(
-        "!has(self.scaling) || !has(oldSelf.scaling) || !has(oldSelf.replicas) || self.replicas == oldSelf.replicas",
+        "has(self.class) ? has(oldSelf.class) && self.class == oldSelf.class : !has(oldSelf.class)",
+        f"spec.class: {CLASS_IMMUTABLE}",
+    ),
+    cel(  # 1 is the default: the field may be removed
+        "!has(self.scaling) || !has(oldSelf.scaling) || !has(oldSelf.replicas) || self.replicas == oldSelf.replicas || "
+        "self.replicas == 1",
         f"spec.replicas: {REPLICAS_IGNORED}",
     ),
     cel(

@@ -78,3 +78,5 @@ class Installation:
     """GPU budget; None if there is no limit."""
     router: RouterDefaults | None = None
     """Settings of routers; None if this installation has no router."""
+    operator_class: str | None = None
+    """Class of this operator; it serves resources with the same spec.class."""

@@ -439,6 +439,7 @@ SCALING_RULES = [
         f"spec.scaling.idleTimeout: {IDLE_TIMEOUT_UNUSED}",
     ),
 ]
+CLASS_IMMUTABLE = "cannot be changed, because the new operator would not know the engines; create another resource"
 REPLICAS_IGNORED = "is ignored while spec.scaling is set; change scaling.minReplicas or maxReplicas, or remove scaling"
 
 
@@ -782,6 +783,13 @@ class PodTemplate(Model):
     )
 
 
+def class_of(body: Mapping[str, Any]) -> str | None:
+    """Return the operator class of a resource, whether or not its spec is valid."""
+    spec = body.get("spec")
+    found = spec.get("class") if isinstance(spec, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
 class Spec(Model):
     """Desired state of an inference deployment."""
 
@@ -789,6 +797,14 @@ class Spec(Model):
     runtime: Runtime = Field(default=Runtime(), description="Engine, its image and its device.")
     parallelism: Parallelism = Field(default=Parallelism(), description="Parallel layout of one replica.")
     engine: Engine = Field(default=Engine(), description="Start values of engine parameters.")
+    operator_class: str | None = Field(
+        default=None,
+        alias="class",
+        pattern=DNS_LABEL,
+        max_length=63,
+        description="Class of the operator that serves this resource, if several are installed: that with the same "
+        "--class. Default: the operator without a class. Immutable.",
+    )
     replicas: int = Field(
         default=1,
         ge=0,

@@ -97,3 +97,19 @@ def test_rule_about_a_field_of_wrong_type_is_not_reported() -> None:
     assert [line.partition(":")[0] for line in validation_messages(body, default_image="e")] == [
         "spec.scaling.minReplicas"
     ]
+
+
+def test_class_cannot_be_changed() -> None:
+    for before, after in ((None, "blue"), ("blue", None), ("blue", "green")):
+        old, new = (a_body(**({} if name is None else {"class": name})) for name in (before, after))
+        refused = verdict(new, old)
+        assert refused["allowed"] is False
+        assert "spec.class: cannot be changed" in refused["status"]["message"]
+
+
+def test_ignored_replicas_may_be_removed_but_not_changed() -> None:
+    scaling = {"minReplicas": 1, "maxReplicas": 9}
+    old = a_body(scaling=scaling, replicas=5)
+    assert verdict(a_body(scaling=scaling), old)["allowed"] is True
+    assert verdict(a_body(scaling=scaling, replicas=1), old)["allowed"] is True, "the default of the API server"
+    assert verdict(a_body(scaling=scaling, replicas=4), old)["allowed"] is False

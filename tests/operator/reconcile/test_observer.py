@@ -8,10 +8,12 @@ import aiohttp
 import pytest
 from kubernetes.aio.client.exceptions import ApiException
 from operator_builders import NOW, a_pod, a_resource, not_ready, observed
+from operator_cluster import FakeCluster, a_loop, a_reconciler
 from trimtab_operator.builders.admin_token import Tokens
 from trimtab_operator.builders.labels import WORKER
 from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.engines.router_client import RouterPoller
+from trimtab_operator.errors import Gone
 from trimtab_operator.kube.client import Cluster
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.observed.engines import EngineObservation, EngineTarget, MetricsSettings
@@ -19,6 +21,7 @@ from trimtab_operator.observed.groups import MissingPods, ObservedChildren
 from trimtab_operator.planning.snapshot import LOST_NODES_FRESH_SECONDS, ClusterSnapshot
 from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.observer import ClusterObserver, Key
+from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
@@ -128,3 +131,19 @@ async def test_observe_unparsable_spec_has_parse_errors() -> None:
         snapshot = await look(cluster)
         assert "spec.replicas" in str(snapshot.parse_errors[0])
         assert snapshot.deployment.replicas == 1
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(None, "blue"), ("blue", None), ("blue", "green")])
+async def test_resource_of_another_class_is_gone(ours: str | None, theirs: str | None) -> None:
+    cluster = FakeCluster(**({} if theirs is None else {"class": theirs}))
+    cluster.installation = Installation(operator_class=ours)
+    with pytest.raises(Gone):
+        await a_reconciler(cluster).tick(a_loop(cluster))
+    assert cluster.writes == 0
+
+
+async def test_resource_of_own_class_is_served() -> None:
+    cluster = FakeCluster(**{"class": "blue"})
+    cluster.installation = Installation(operator_class="blue")
+    await a_reconciler(cluster).tick(a_loop(cluster))
+    assert cluster.writes > 0
