@@ -18,6 +18,8 @@ from trimtab_router.proxy.exchange import Exchange
 from trimtab_router.proxy.routes import Route
 
 SWEEP_SECONDS = 1.0
+QUIET_ROUTES = (Route.PROBE, Route.LOAD, Route.METRICS)
+"""Routes that monitors of this pod use: their requests do not show that clients still send some here."""
 QUIET_SECONDS = 5.0
 """Time without new requests after which a terminating router stops listening: until then its address may be in use."""
 
@@ -115,9 +117,10 @@ class ProxyServer:
         """Answer a complete request."""
         if self.is_draining:
             exchange.client.close_after_response()
+        if exchange.route not in QUIET_ROUTES:
+            self._last_request_at = exchange.arrived_at
         try:
             if exchange.route is Route.GENERATE:
-                self._last_request_at = exchange.arrived_at
                 self.dispatcher.submit(exchange)
             elif exchange.route is Route.FORWARD:
                 self.dispatcher.forward(exchange)

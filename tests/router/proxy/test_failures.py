@@ -104,6 +104,35 @@ async def test_only_replica_that_drains_is_waited_for(routers: RouterFactory) ->
     assert response.fields["x-trimtab-replica"] == new.endpoint.name
 
 
+async def test_draining_router_accepts_until_no_request_arrives(
+    routers: RouterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proxies of nodes may send connections here for seconds after the endpoint is gone, of any route."""
+    monkeypatch.setattr("trimtab_router.proxy.server.QUIET_SECONDS", 0.3)
+    router = await routers.start(await routers.upstream())
+    draining = asyncio.create_task(router.server.drain())
+    for _ in range(8):
+        async with raw_client(router.port) as client:
+            await client.request(b"", "/v1/models", "GET")
+            assert (await client.response()).status == 200
+        await asyncio.sleep(0.1)
+    assert not draining.done()
+    async with asyncio.timeout(2.0):
+        await draining
+
+
+async def test_probes_do_not_prolong_a_drain(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab_router.proxy.server.QUIET_SECONDS", 1.0)
+    router = await routers.start(await routers.upstream())
+    draining = asyncio.create_task(router.server.drain())
+    async with raw_client(router.port) as client:
+        await asyncio.sleep(0.8)
+        await client.request(b"", "/health", "GET")
+        assert (await client.response()).status == 503
+    async with asyncio.timeout(0.8):
+        await draining
+
+
 async def test_stale_idle_connection_is_no_failure(routers: RouterFactory) -> None:
     async def answer_then_close(request: Received) -> None:
         await answer(request)
