@@ -42,6 +42,7 @@ _TOOL, _ROLE, _NAME, _REASONING, _CONTENT = b"\xff", b"\xfe", b"\xfd", b"\xfc", 
 _CALL_ID, _CALL, _ARGUMENT, _PART, _MEDIA = b"\xfa", b"\xf9", b"\xf8", b"\xf7", b"\xf6"
 _MESSAGE_START = {role: _ROLE + role.encode() for role in ("system", "user", "assistant", "tool")}
 _MESSAGE_START["developer"] = _MESSAGE_START["system"]  # the engine renders both alike
+_PLAIN_START = {role: start + _CONTENT for role, start in _MESSAGE_START.items()}
 _encode_json = msgspec.json.Encoder().encode
 
 
@@ -156,7 +157,15 @@ def _conversation(body: Mapping[str, Any], messages: list[Any], adapter: str, sa
     system = body.get("system") or body.get("instructions")
     if system:
         _append_message({"role": "system", "content": system}, pieces, contents)
+    append = pieces.append
     for message in messages:
+        if len(message) == 2:  # nearly always: role and text
+            start, content = _PLAIN_START.get(message.get("role")), message.get("content")
+            if start is not None and isinstance(content, str):
+                append(start)
+                contents.append(len(pieces))
+                append(_utf8(content))
+                continue
         _append_message(message, pieces, contents)
     return CanonicalPrompt(root, pieces, contents)
 
