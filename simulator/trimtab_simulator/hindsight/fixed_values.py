@@ -49,7 +49,8 @@ def static_n(experiment: Experiment) -> tuple[Experiment, SimulationResult]:
     trial = without_timeline(experiment)
     best: tuple[tuple[float, int, float], Experiment] | None = None
     most = experiment.settings.max_replicas
-    for budget in _ladder(experiment, Parameter.MAX_NUM_BATCHED_TOKENS, BUDGETS):
+    start = experiment.settings.parameters[Parameter.MAX_NUM_BATCHED_TOKENS]
+    for budget in sorted({*BUDGETS, start}, key=lambda budget: (budget != start, -budget)):
         with_budget = trial.with_parameters({Parameter.MAX_NUM_BATCHED_TOKENS: budget})
         found, judged = _fewest(with_budget, most)
         attains = found.attains(judged)
@@ -63,29 +64,29 @@ def static_n(experiment: Experiment) -> tuple[Experiment, SimulationResult]:
     return found, found.run_fixed("static-n")
 
 
-def fewest_replicas(experiment: Experiment) -> tuple[Experiment, SimulationResult]:
-    """Return the fewest replicas that attain the objectives with the experiment's own parameters."""
-    found, _ = _fewest(without_timeline(experiment), experiment.settings.max_replicas)
-    found = replace(found, loop=experiment.loop)
-    return found, found.run_fixed("static-n")
-
-
 def _fewest(experiment: Experiment, most: int) -> tuple[Experiment, Score]:
-    """Return the fewest sufficient replicas by bisection: more replicas serve at least as many requests in time, except
-    for noise.
+    """Return the fewest sufficient replicas, or `most` if they do not suffice, searched from the start replicas: more
+    replicas serve at least as many requests in time, except for noise.
     """
-    low, high = experiment.settings.min_replicas, most
-    top = experiment.with_replicas(high)
-    judged = top.judge("static-n", top.run_fixed("static-n"))
-    if not top.attains(judged):
-        return top, judged
-    found = (top, judged)
+
+    def judge(count: int) -> tuple[Experiment, Score]:
+        candidate = experiment.with_replicas(count)
+        return candidate, candidate.judge("static-n", candidate.run_fixed("static-n"))
+
+    low, high = experiment.settings.min_replicas, min(most, experiment.settings.start_replicas)
+    found = judge(high)
+    if experiment.attains(found[1]):
+        while high > low and experiment.attains((fewer := judge(high - 1))[1]):
+            high, found = high - 1, fewer
+        return found
+    if high == most or not experiment.attains((found := judge(most))[1]):
+        return found
+    low, high = high + 1, most
     while low < high:
         middle = (low + high) // 2
-        candidate = experiment.with_replicas(middle)
-        judged = candidate.judge("static-n", candidate.run_fixed("static-n"))
-        if candidate.attains(judged):
-            high, found = middle, (candidate, judged)
+        candidate = judge(middle)
+        if experiment.attains(candidate[1]):
+            high, found = middle, candidate
         else:
             low = middle + 1
     return found

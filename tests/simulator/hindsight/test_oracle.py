@@ -70,8 +70,9 @@ def test_a_plan_asks_for_more_ahead_of_time_and_for_fewer_on_time() -> None:
     assert Plan((2, 4, 4, 1, 2), 60.0).schedule(60.0) == [(0.0, 4), (180.0, 1), (180.0, 2)]
 
 
-def test_the_fewest_replicas_attain_and_one_fewer_do_not() -> None:
-    experiment = make_experiment([4.0, 18.0])
+@pytest.mark.parametrize("start", [1, 3, 6])
+def test_the_fewest_replicas_attain_and_one_fewer_do_not(start: int) -> None:
+    experiment = make_experiment([4.0, 18.0], start=start)
     found, outcome = static_n(experiment)
     judged = found.judge("static-n", outcome)
     assert judged.attainment >= 0.99
@@ -80,6 +81,11 @@ def test_the_fewest_replicas_attain_and_one_fewer_do_not() -> None:
     fewer = found.with_replicas(count - 1)
     assert count > 1
     assert fewer.judge("static-n", fewer.run_fixed()).attainment < 0.99
+
+
+def test_most_replicas_are_kept_if_they_do_not_suffice() -> None:
+    found, _ = static_n(make_experiment([30.0], most=2))
+    assert found.settings.start_replicas == 2
 
 
 def test_best_fixed_values_are_not_worse_than_start_values() -> None:
