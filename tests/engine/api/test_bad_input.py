@@ -291,7 +291,7 @@ def test_non_utf8_body_is_400_with_position(server: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/files", "/score", "/v1/rerank", "/classify", "/pooling", "/v1/audio/speech", "/v1/batches"]
+    "path", ["/v1/files", "/classify", "/pooling", "/v1/audio/speech", "/v1/batches"]
 )
 def test_unsupported_route_is_rejected_by_name(server: Any, path: str) -> None:
     response = server.http.post(path, json={"model": "stub", "input": "a"})

@@ -91,7 +91,7 @@ class CountArrivals:
         await self._app(scope, receive, send)
 
 
-GATED_PATHS = ("/v1/", "/tokenize", "/detokenize")
+GATED_PATHS = ("/v1/", "/v2/", "/score", "/rerank", "/tokenize", "/detokenize")
 
 
 class LoadingGate:

@@ -16,17 +16,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trimtab_engine.api.http.errors import ApiError
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # valid client IDs; others are replaced, because they are logged
+MODEL_PATHS = ("/v1/", "/v2/", "/score", "/rerank")
 SALT_CHARACTERS = 16  # 64 bits of the key's digest separate keys and reveal nothing about them
 
 
 class RequestIds:
-    """Middleware that gives each /v1/* request an ID, the client's if valid, and returns it."""
+    """Middleware that gives each model request an ID, the client's if valid, and returns it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not scope["path"].startswith(MODEL_PATHS):
             await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")

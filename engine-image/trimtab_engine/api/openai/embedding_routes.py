@@ -43,7 +43,7 @@ def embedding_router(state: ServerState) -> APIRouter:
         serving = state.require_serving()
         with state.track_generation() as until:
             model = state.check_model(body.model)
-            plan = await _build_plan(state, serving, body, request)
+            plan = await build_embedding_plan(state, serving, body, request)
             if state.options.log_requests:
                 _log(plan)
             return await cancel_on_disconnect(request, _answer(state, serving, body, model, plan, until))
@@ -51,7 +51,9 @@ def embedding_router(state: ServerState) -> APIRouter:
     return router
 
 
-async def _build_plan(state: ServerState, serving: Serving, body: EmbeddingRequest, request: Request) -> EmbeddingPlan:
+async def build_embedding_plan(
+    state: ServerState, serving: Serving, body: EmbeddingRequest, request: Request
+) -> EmbeddingPlan:
     arrival = time.monotonic()
     pooling = _pooling_params(serving, body)
     prompts = await _tokenize_inputs(serving, body)
@@ -132,14 +134,25 @@ def _check_size(serving: Serving, body: EmbeddingRequest, pooling: Pooling, num_
 async def _answer(
     state: ServerState, serving: Serving, body: EmbeddingRequest, model: str, plan: EmbeddingPlan, until: ExitStack
 ) -> Response:
+    embedded = await embed(state, serving, plan, WRITERS[body.encoding_format], until)
+    return Response(_response_body(model, plan, embedded), media_type="application/json")
+
+
+async def embed(
+    state: ServerState, serving: Serving, plan: EmbeddingPlan, write: Callable[[bytes], bytes], until: ExitStack
+) -> list[EmbeddingResult]:
+    """Admit the plan and return the vectors of its inputs.
+
+    Raises:
+        QueueFull: A queue limit is reached.
+    """
     try:
         ticket = state.admission.admit([len(prompt) for prompt in plan.prompts])
     except QueueFull as full:
         serving.embedder.observer.rejected(full.reason)
         raise
     until.callback(ticket.close)
-    embedded = await serving.embedder.run(replace(plan, ticket=ticket), WRITERS[body.encoding_format])
-    return Response(_response_body(model, plan, embedded), media_type="application/json")
+    return await serving.embedder.run(replace(plan, ticket=ticket), write)
 
 
 def _to_json_list(vector: bytes) -> bytes:

@@ -7,15 +7,9 @@ from fastapi import APIRouter, Response
 from trimtab_engine.api.http.errors import ApiError
 
 GENERATION = "use /v1/chat/completions or /v1/completions"
-NO_SCORES = "scoring models are not supported; compare embeddings of /v1/embeddings"
 TEXT_ONLY = "only text output is supported"
 UNSUPPORTED = {
     "/v1/moderations": TEXT_ONLY,
-    "/v1/rerank": NO_SCORES,
-    "/v2/rerank": NO_SCORES,
-    "/rerank": NO_SCORES,
-    "/v1/score": NO_SCORES,
-    "/score": NO_SCORES,
     "/classify": "classification models are not supported",
     "/pooling": "hidden states of all tokens are not available; /v1/embeddings returns one vector per input",
     "/v2/embed": "Cohere's API is not supported; use /v1/embeddings",

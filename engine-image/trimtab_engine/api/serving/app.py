@@ -21,6 +21,7 @@ from trimtab_engine.api.openai.embedding_routes import embedding_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
 from trimtab_engine.api.openai.render_routes import render_router
 from trimtab_engine.api.openai.routes import openai_router
+from trimtab_engine.api.openai.score_routes import score_router
 from trimtab_engine.api.openai.state import RETRY_SECONDS, ServerOptions, ServerState
 from trimtab_engine.api.openai.tokenize_routes import tokenize_router
 from trimtab_engine.api.openai.unsupported_routes import unsupported_router
@@ -43,6 +44,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(embedding_router(state))
     app.include_router(anthropic_router(state))
     app.include_router(responses_router(state))
+    app.include_router(score_router(state))
     app.include_router(_probes(state))
     app.include_router(render_router(state))
     app.include_router(tokenize_router(state))
