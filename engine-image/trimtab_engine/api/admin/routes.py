@@ -13,6 +13,7 @@ from trimtab_engine.api.admin.lifecycle import lifecycle_routes
 from trimtab_engine.api.admin.profile import profile_routes
 from trimtab_engine.api.admin.state_stream import state_stream_routes
 from trimtab_engine.api.http.errors import ApiError, add_error_handlers, shorten
+from trimtab_engine.api.http.local_guard import LocalGuard
 from trimtab_engine.api.http.middleware import BodyLimit
 from trimtab_engine.api.http.path_errors import PUBLIC_PORT
 from trimtab_engine.api.http.request_identity import bearer_digest
@@ -34,6 +35,7 @@ from trimtab_engine.state_stream.hub import StateHub
 
 MAX_ADMIN_BODY_BYTES = 64 << 10
 MAX_DRAIN_SECONDS = 86_400.0
+LOCAL_ADVICE = "call it from this machine as 127.0.0.1 or localhost, or set --admin-token-sha256"
 
 
 Engine = Callable[[Call], Awaitable[AdminReply]]
@@ -54,6 +56,8 @@ def build_admin_app(state: ServerState, engine: Engine, log: RequestLog, hub: St
     readers = [Depends(_authorized(state.options.admin_token_sha256, state.options.state_token_sha256))]
     app.include_router(state_stream_routes(hub), dependencies=readers)
     app.add_middleware(BodyLimit, max_bytes=lambda: MAX_ADMIN_BODY_BYTES, remedy="send fewer fields", respond=_flat)
+    if state.options.admin_token_sha256 is None:
+        app.add_middleware(LocalGuard, remedy=LOCAL_ADVICE, respond=_flat)
     return app
 
 

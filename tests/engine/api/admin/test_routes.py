@@ -103,6 +103,40 @@ def test_number_beyond_64_bits_is_checked_by_core(server: Any) -> None:
     assert answer.json()["body"]["values"] == {"max_num_seqs": 2**63 - 1}
 
 
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({"Origin": "https://evil.example"}, "Origin: this port does not answer web pages"),
+        ({"Origin": "null"}, "Origin"),
+        ({"Origin": "http://127.0.0.1:3000"}, "Origin"),
+        ({"Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"}, "Sec-Fetch-Site"),
+        ({"Host": "rebound.example"}, "Host: rebound.example is not this machine's loopback address"),
+        ({"Host": "rebound.example:8001"}, "Host"),
+        ({"Host": "127.0.0.1.rebound.example"}, "Host"),
+        ({"Host": "10.0.0.7:8001"}, "Host"),
+        ({"Host": "[2001:db8::1]:8001"}, "Host"),
+    ],
+)
+def test_web_page_is_rejected_without_effect(server: Any, headers: dict[str, str], message: str) -> None:
+    for method, path in (("POST", "/pause"), ("POST", "/admin/v1/drain"), ("PATCH", "/admin/v1/config")):
+        answer = server.admin.request(method, path, headers=headers, content='{"deadline_seconds": 1}')
+        assert answer.status_code == 403
+        assert message in answer.json()["message"]
+    assert server.http.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.0.0.1:8001", "localhost:8001", "LOCALHOST", "[::1]:8001", "127.3.2.1"]
+)
+def test_program_of_this_machine_is_answered(server: Any, host: str) -> None:
+    assert server.admin.get("/admin/v1/config", headers={"Host": host}).status_code == 200
+
+
+def test_guarded_port_is_open_to_other_hosts_with_the_token(guarded: Any) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}", "Host": "10.0.0.7:8001"}
+    assert guarded.admin.get("/admin/v1/config", headers=headers).status_code == 200
+
+
 def test_rejection_of_core_is_returned(server: Any) -> None:
     assert server.admin.patch("/admin/v1/config", json={"a": 1}).status_code == 422
 
