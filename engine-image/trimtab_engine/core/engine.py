@@ -62,6 +62,7 @@ from trimtab_engine.scheduling.request import Grammar, Request, RequestStatus
 from trimtab_engine.scheduling.sampling import Sampling, TokenLogprobs
 from trimtab_engine.scheduling.scheduler import Sampled, Scheduler, adapters_of
 from trimtab_engine.structured.compiler import GrammarCompiler
+from trimtab_engine.structured.mask_budget import MASK_BUDGET_SECONDS, MaskBudget
 
 REPORT_SECONDS = 1.0  # interval of ledger and live values without changes
 NAN_ERROR = "the model's logits are not numbers (NaN) for this request"
@@ -128,6 +129,9 @@ class Engine:
         self._preemption = PreemptionMonitor(parts.scheduler)
         self._stream: StreamReporter | None = None
         """None while no router listens to the state stream."""
+        self._mask_budget = MaskBudget()
+        self._deferred: frozenset[Request] = frozenset()
+        """Requests with a grammar that wait for a later step, because the masks of others take its time."""
         self._announced: set[str] = set()
         self._failed: dict[str, int] = {}
         """Requests that no token could be chosen for since the last report, by Failure."""
@@ -301,7 +305,9 @@ class Engine:
         """Return the next step's batch. None if nothing can run."""
         if self._lifecycle.is_frozen:
             return None
-        batch = self._scheduler.schedule(now)
+        if self._deferred or self._execution.mask_seconds > MASK_BUDGET_SECONDS / 2:
+            self._deferred = self._mask_budget.deferred(self._scheduler.running_with_grammar())
+        batch = self._scheduler.schedule(now, self._deferred)
         if self._stream is not None:
             self._stream.scheduled(batch)
         if batch.preempted:

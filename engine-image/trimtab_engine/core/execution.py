@@ -196,6 +196,11 @@ class Execution:
         return self._on_stream and (self._proposer is None or not self._proposer.waits_for_device)
 
     @property
+    def mask_seconds(self) -> float:
+        """How long the last step's token masks took."""
+        return self._masks.seconds
+
+    @property
     def untouched_swap_bytes(self) -> int:
         """Swap space that was never written, which the kernel does not count as used."""
         return 0 if self._swap_cache is None else self._swap_cache.untouched_bytes

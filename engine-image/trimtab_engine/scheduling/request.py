@@ -33,6 +33,8 @@ class Grammar(Protocol):
 
     num_words: int
     """Number of 32-bit words in one mask."""
+    mask_seconds: float
+    """CPU time of the last mask; 0 before the first."""
 
     @property
     def error(self) -> str | None:

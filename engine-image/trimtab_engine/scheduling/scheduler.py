@@ -12,7 +12,7 @@ And the KV cache always holds one request of max_model_len, so a single request 
 """
 
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -285,8 +285,10 @@ class Scheduler:
 
     # --- one step -------------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> Batch:
-        """Choose the next step's work and give it its blocks. The batch is empty only when nothing can run."""
+    def schedule(self, now: float, deferred: Collection[Request] = ()) -> Batch:
+        """Choose the next step's work and give it its blocks. The batch is empty only when nothing can run.
+        `deferred`: running requests that wait for a later step.
+        """
         self._record_blocked_time(now)
         self._blocked = None
         if not (self._swap_out or self._swap_in):  # else the last batch was empty, and took no copies along
@@ -294,7 +296,7 @@ class Scheduler:
         if self._encoder is not None:
             self._encoder.begin_step()
         batch = Batch(self.next_step, [], 0, [], now, only_decodes=True)
-        budget = self._schedule_running(batch, now)
+        budget = self._schedule_running(batch, now, deferred)
         if self._waiting:
             if batch.preempted:
                 self._blocked = BlockedReason.KV  # the head is a victim of this step: its blocks are just taken
@@ -399,7 +401,7 @@ class Scheduler:
                 return status
         return None
 
-    def _schedule_running(self, batch: Batch, now: float) -> int:
+    def _schedule_running(self, batch: Batch, now: float, deferred: Collection[Request]) -> int:
         """Schedule the next tokens of every running request in queue order and return the remaining budget.
 
         A prefill leaves one token of the budget, and with pipeline stages a place in the step, for each decode after
@@ -420,6 +422,8 @@ class Scheduler:
             if budget <= 0:
                 break
             request = sequence.request
+            if deferred and request in deferred:
+                continue
             start = request.num_computed_tokens
             if start < sequence.quiet_until and not preempted:
                 sequence.start = start
@@ -889,6 +893,10 @@ class Scheduler:
     def unfinished(self) -> list[Request]:
         """Return waiting and running requests in arrival order, for reading."""
         return list(self._requests.values())
+
+    def running_with_grammar(self) -> list[Request]:
+        """Return the running requests with a grammar, in queue order."""
+        return [sequence.request for sequence in self._running if sequence.request.grammar is not None]
 
     def unfinished_request_ids(self) -> list[str]:
         return list(self._requests)

@@ -7,6 +7,7 @@ take_ready() returns them before a step.
 
 import concurrent.futures
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from trimtab_engine.structured.matcher import GrammarMatcher, Vocabulary
 
 MAX_CACHED_GRAMMARS = 64
 MAX_CACHED_CHARACTERS = 4 << 20  # total size of their texts; the built matchers are larger
-QUICK_BUILD_SECONDS = 0.005  # most builds finish within it; waiting is cheaper than deferring the request
+QUICK_BUILD_SECONDS = 0.005  # per step; most builds finish within it, and waiting is cheaper than deferring a request
 
 logger = logging.getLogger("trimtab_engine.core")
 
@@ -34,6 +35,8 @@ class GrammarCompiler:
         self._cache: OrderedDict[str, GrammarMatcher | None] = OrderedDict()
         self._building: dict[str, Future[GrammarMatcher]] = {}
         self._waiting: dict[str, Request] = {}
+        self._quick_seconds = QUICK_BUILD_SECONDS
+        """How long start() may still wait before the next step."""
 
     @property
     def num_waiting(self) -> int:
@@ -55,7 +58,9 @@ class GrammarCompiler:
         building = self._building.get(grammar)
         if grammar not in self._cache and building is None:
             building = self._building[grammar] = self._submit(grammar)
-            concurrent.futures.wait([building], QUICK_BUILD_SECONDS)
+            before = time.monotonic()
+            concurrent.futures.wait([building], self._quick_seconds)
+            self._quick_seconds = max(0.0, self._quick_seconds - (time.monotonic() - before))
             self._collect()
         if grammar in self._cache:
             self._cache.move_to_end(grammar)
@@ -66,6 +71,7 @@ class GrammarCompiler:
 
     def take_ready(self) -> list[Request]:
         """Return requests whose grammar has been built since the last call, in order of arrival."""
+        self._quick_seconds = QUICK_BUILD_SECONDS
         if not self._waiting:
             return []
         self._collect()

@@ -58,6 +58,8 @@ class GrammarMatcher:
         self.num_words = num_words
         """32-bit words per mask."""
         self._overrun_seconds = 0.0
+        self.mask_seconds = 0.0
+        """CPU time of the last mask, or of the last ones with drafts."""
 
     @classmethod
     def of(cls, tokenizer: LLTokenizer, grammar: str) -> "GrammarMatcher":
@@ -67,7 +69,7 @@ class GrammarMatcher:
         return cls(LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()), mask_words(tokenizer.vocab_size))
 
     def copy(self) -> "GrammarMatcher":
-        """Return a copy at the same position; the measured mask time is shared."""
+        """Return a copy at the same position."""
         return GrammarMatcher(self._matcher.deep_copy(), self.num_words)
 
     @property
@@ -101,6 +103,7 @@ class GrammarMatcher:
         before = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
         seconds = time.thread_time() - before
+        self.mask_seconds += seconds
         if seconds > MAX_MASK_SECONDS:
             self._overrun_seconds = seconds
 
@@ -110,6 +113,7 @@ class GrammarMatcher:
         After a draft token that the grammar does not allow, the last mask is repeated: that token is never accepted, so
         the following masks are not read. The matcher's position does not change.
         """
+        self.mask_seconds = 0.0
         self.fill(address, num_bytes)
         num_taken = 0
         for place, token_id in enumerate(draft_token_ids, 1):
