@@ -3,7 +3,7 @@
 A router has no tokenizer, and the engine's cache is indexed by tokens. Both sides therefore hash the request's text:
 its canonical bytes are cut every 512 bytes, and key i is the XXH3-64 of cut i seeded with key i - 1. Equal keys mean
 equal beginnings. The engine knows how many tokens each key covers and announces the keys whose KV blocks are cached
-(docs/reference/contract.md section 8, ADR-0078). Keys only choose replicas: a collision costs a cache hit, never a
+(docs/reference/contract.md section 8, ADR-0079). Keys only choose replicas: a collision costs a cache hit, never a
 wrong token.
 
 Canonical bytes: the bytes F6 to FF do not occur in UTF-8 and separate the fields.
