@@ -27,7 +27,12 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = own = CollectorRegistry() if registry is None else registry
         prefix = "trimtab_router_"
-        self._requests = Counter(prefix + "requests", "Finished requests.", ("route", "code"), registry=own)
+        self._requests = Counter(
+            prefix + "requests",
+            "Finished requests; code 499 if the client left before the response ended.",
+            ("route", "code"),
+            registry=own,
+        )
         self._prompt_tokens = Counter(
             prefix + "prompt_tokens_offered", "Prompt tokens of arrived requests, estimated.", registry=own
         )
@@ -89,9 +94,6 @@ class RouterMetrics:
             prefix + "interrupted", "Responses that a replica's failure cut after their first byte.", registry=own
         )
         self.breaker_opened = Counter(prefix + "breaker_opened", "Times that a replica's breaker opened.", registry=own)
-        self.client_disconnects = Counter(
-            prefix + "client_disconnects", "Requests whose client left before the response ended.", registry=own
-        )
         self._tenants: set[str] = set()
         self._queues: dict[tuple[int, str], Histogram] = {}
         self._finished: dict[tuple[str, int], Counter] = {}

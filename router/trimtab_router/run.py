@@ -8,20 +8,24 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 
 import uvloop
 from aiohttp import web
+from prometheus_client import disable_created_metrics
 
 from trimtab_router.admin import build_admin_app
 from trimtab_router.config import RouterConfig
-from trimtab_router.endpoints.endpoint_slices import EndpointSliceSource
+from trimtab_router.endpoints.endpoint_slices import EndpointSliceSource, in_cluster_url
 from trimtab_router.metrics import RouterMetrics
 from trimtab_router.proxy.dispatcher import Dispatcher
 from trimtab_router.proxy.server import ProxyServer
+from trimtab_router.state_stream.client import StateStreams
 from trimtab_router.state_stream.registry import Registry
 from trimtab_router.workers import Worker, WorkerFleet, follow_first_worker
 
 ADMIN_SHUTDOWN_SECONDS = 2.0
+EXIT_USAGE = 2
 
 logger = logging.getLogger(__name__)
 
@@ -39,40 +43,58 @@ def run_router(config: RouterConfig) -> int:
         access.addHandler(handler)
         access.propagate = False
         access.setLevel(logging.INFO)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # half of all samples, which no query uses
+    try:
+        if config.service is not None:
+            in_cluster_url()
+        listener = _bind(config)
+    except ValueError as error:
+        print(f"trimtab-router: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        print(f"trimtab-router: port {config.port}: {error}", file=sys.stderr)
+        return 1
+    config = replace(config, port=listener.getsockname()[1])
     links: list[socket.socket] = []
     for _ in range(1, config.processes):
         own, other = socket.socketpair()
         if os.fork() == 0:
-            for link in (*links, own):
-                link.close()
-            os._exit(_run_worker(config, (), other))
+            for inherited in (*links, own, listener):
+                inherited.close()
+            os._exit(_run_worker(config, _bind(config), (), other))
         other.close()
         links.append(own)
-    return _run_worker(config, tuple(links), None)
+    return _run_worker(config, listener, tuple(links), None)
 
 
-def _run_worker(config: RouterConfig, links: tuple[socket.socket, ...], first: socket.socket | None) -> int:
+def _run_worker(
+    config: RouterConfig, listener: socket.socket, links: tuple[socket.socket, ...], first: socket.socket | None
+) -> int:
     try:
-        return uvloop.run(_serve(config, links, first))
+        return uvloop.run(_serve(config, listener, links, first))
     except OSError as error:
         print(f"trimtab-router: {error}", file=sys.stderr)
         return 1
 
 
-async def _serve(config: RouterConfig, links: tuple[socket.socket, ...], first: socket.socket | None) -> int:
+async def _serve(
+    config: RouterConfig, listener: socket.socket, links: tuple[socket.socket, ...], first: socket.socket | None
+) -> int:
     """Serve until the router has drained, and return the exit code.
 
     Args:
         config: The settings.
+        listener: Bound socket of the API port.
         links: In the first worker, the links to the others.
         first: In another worker, the link to the first one.
     """
     registry = Registry(config.served_models)
+    streams = StateStreams(registry)
     dispatcher = Dispatcher(config, registry, RouterMetrics())
     server = ProxyServer(config, dispatcher)
     worker = Worker(server, dispatcher)
     tasks = [_start_endpoints(config, server)]
-    await server.start(_listen(config))
+    await server.start(listener)
     runner: web.AppRunner | None = None
     fleet: WorkerFleet | None = None
     if first is None:
@@ -80,7 +102,7 @@ async def _serve(config: RouterConfig, links: tuple[socket.socket, ...], first: 
         await fleet.start()
         runner = await _start_admin(config, fleet)
         begin_drain = fleet.begin_drain
-        logger.info("listening on port %d, admin port %d", config.port, config.admin_port)
+        logger.info("listening on port %d, admin port %d", config.port, runner.addresses[0][1])
     else:
         tasks.append(asyncio.create_task(follow_first_worker(worker, first)))
         begin_drain = worker.begin_drain
@@ -92,7 +114,7 @@ async def _serve(config: RouterConfig, links: tuple[socket.socket, ...], first: 
     await server.drain()
     for task in tasks:
         task.cancel()
-    registry.close()
+    await streams.close()
     if fleet is not None and runner is not None:
         await fleet.all_ended()
         await runner.cleanup()
@@ -115,7 +137,7 @@ def _start_endpoints(config: RouterConfig, server: ProxyServer) -> asyncio.Task[
     return asyncio.create_task(EndpointSliceSource(namespace, name, on_endpoints).run())
 
 
-def _listen(config: RouterConfig) -> socket.socket:
+def _bind(config: RouterConfig) -> socket.socket:
     """Return a bound socket of the API port, which worker processes share."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     own = socket.socket(family, socket.SOCK_STREAM)

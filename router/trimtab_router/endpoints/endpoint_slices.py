@@ -57,7 +57,7 @@ class EndpointSliceSource:
         account: Path = ACCOUNT,
     ) -> None:
         self._namespace, self._service, self._on_endpoints = namespace, service, on_endpoints
-        self._base_url = base_url or _in_cluster_url()
+        self._base_url = base_url or in_cluster_url()
         self._account = account
         self._version = 0
         self._slices: dict[str, Mapping[str, Any]] = {}
@@ -166,7 +166,12 @@ def parse_slices(slices: Iterable[Mapping[str, Any]]) -> list[Endpoint]:
     return [found[name] for name in sorted(found)]
 
 
-def _in_cluster_url() -> str:
+def in_cluster_url() -> str:
+    """Return the address of the API server of this pod's cluster.
+
+    Raises:
+        ValueError: The process does not run in a pod.
+    """
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         raise ValueError("--service: no Kubernetes API (KUBERNETES_SERVICE_HOST is not set); use --endpoint URL")

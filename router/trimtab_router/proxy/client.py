@@ -103,6 +103,7 @@ class ClientConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.cancel()
+            self._log(exchange)
 
     def pause_writing(self) -> None:
         self._written_at = self._server.time()
@@ -243,7 +244,7 @@ class ClientConnection(asyncio.Protocol):
     def on_response_end(self) -> None:
         """Prepare for the next request, or close."""
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and self._server.config.access_log:
+        if exchange is not None:
             self._log(exchange)
         if self.closes_after_response or self._server.is_closing:
             self.transport.close()
@@ -254,7 +255,9 @@ class ClientConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Cut the connection: the response cannot be completed."""
-        self._exchange = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            self._log(exchange)
         self.transport.abort()
 
     # --- limits in time, called about once a second ---------------------------------------------------------------
@@ -305,6 +308,8 @@ class ClientConnection(asyncio.Protocol):
         self._server.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _log(self, exchange: Exchange) -> None:
+        if not self._server.config.access_log:
+            return
         now = self._server.time()
         peer = self.transport.get_extra_info("peername")
         record = {

@@ -376,7 +376,7 @@ class Dispatcher:
                 exchange.replica.breaker.abandoned()
             self._end_dispatch(exchange)
         self.demand.set_held(self.num_held, self.queue.oldest())
-        self.metrics.client_disconnects.inc()
+        self.metrics.finished(exchange.route.value, exchange.status)
         self.schedule_pump()
 
     def retry_after_status(self, exchange: Exchange, status: int) -> bool:

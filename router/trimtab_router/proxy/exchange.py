@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 RETRIED_STATUSES = frozenset((429, 502, 503, 504))
 """Statuses of a replica that another replica may answer better. Other errors are the request's own."""
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status of a request whose client left, for metrics and the log."""
 USAGE_BYTES = 8192
 """End of a response in which its usage is looked for."""
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens": ?(\d{1,9})')
@@ -152,6 +154,7 @@ class Exchange(HeldRequest):
         if self.is_done:
             return
         upstream, self.upstream = self.upstream, None
+        self.status = CLIENT_CLOSED_REQUEST
         self.dispatcher.on_cancelled(self)
         self._end()
         if upstream is not None:
@@ -162,12 +165,14 @@ class Exchange(HeldRequest):
         if self.is_done:
             return
         self.status = error.status
+        self.dispatcher.metrics.finished(self.route.value, error.status)
         self._end()
         self.client.respond_error(error, self)
 
     def respond(self, response: bytes, status: int) -> None:
         """Answer with a whole response of the router."""
         self.status = status
+        self.dispatcher.metrics.finished(self.route.value, status)
         self._end()
         self.client.write(response)
         self.client.on_response_end()

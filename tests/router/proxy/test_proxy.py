@@ -171,7 +171,7 @@ async def test_client_that_leaves_aborts_the_replica_at_once(routers: RouterFact
             await gone.wait()
     await router.until(lambda: router.dispatcher.demand.in_flight == 0)
     assert router.dispatcher.body_bytes == 0
-    assert router.metric("client_disconnects_total") == 1
+    assert router.metric("requests_total", route="generate", code="499") == 1
 
 
 async def test_half_closed_client_counts_as_gone(routers: RouterFactory) -> None:

@@ -1,0 +1,229 @@
+"""The installed command: start, several processes, graceful end."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+DEADLINE_SECONDS = 30.0
+ROUTER = Path(__file__).parents[2] / "router"
+TOKEN = "token"
+
+
+class SlowEngine(BaseHTTPRequestHandler):
+    """Answers completions after `seconds` of the request's body."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        time.sleep(fields.get("seconds", 0))
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+@pytest.fixture
+def engine() -> Iterator[int]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowEngine)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+class Router:
+    """A running router process."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self.log = log
+        digest = hashlib.sha256(TOKEN.encode()).hexdigest()
+        own = ["--host=127.0.0.1", "--port=0", "--admin-port=0", f"--admin-token-sha256={digest}"]
+        with log.open("wb") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trimtab_router", *own, *flags],
+                stdout=stream,
+                stderr=stream,
+                env=os.environ | {"PYTHONPATH": str(ROUTER)},
+            )
+        found = self.wait_for(lambda: re.search(r"listening on port (\d+), admin port (\d+)", log.read_text()))
+        self.port, self.admin_port = int(found[1]), int(found[2])
+        self.wait_for(lambda: self.call("GET", "/readyz")[0] == 200)
+
+    def wait_for(self, condition: Callable[[], object]) -> re.Match[str]:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not (found := condition()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.01)
+        return found  # type: ignore[return-value]
+
+    def call(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=DEADLINE_SECONDS)
+        connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}"})
+        response = connection.getresponse()
+        found = response.status, response.read().decode()
+        connection.close()
+        return found
+
+    def post(self, seconds: float = 0.0) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_SECONDS)
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "a", "seconds": seconds}))
+        response = connection.getresponse()
+        response.read()
+        connection.close()
+        return response.status
+
+    def workers(self) -> list[int]:
+        pid = self.process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def end(self) -> None:
+        for worker in self.workers() if self.process.poll() is None else []:
+            os.kill(worker, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Router]]:
+    routers: list[Router] = []
+
+    def start_router(*flags: str) -> Router:
+        routers.append(Router(tmp_path / f"{len(routers)}.log", *flags))
+        return routers[-1]
+
+    yield start_router
+    for router in routers:
+        router.end()
+
+
+def in_threads(number: int, call: Callable[[], int]) -> tuple[list[threading.Thread], list[int]]:
+    statuses: list[int] = []
+    threads = [threading.Thread(target=lambda: statuses.append(call())) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    return threads, statuses
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_sigterm_finishes_requests_and_accepts_new_ones(
+    start: Callable[..., Router], engine: int, processes: int
+) -> None:
+    router = start(f"--endpoint=http://127.0.0.1:{engine}", f"--processes={processes}")
+    threads, statuses = in_threads(8, lambda: router.post(seconds=2.0))
+    time.sleep(0.5)
+    router.process.send_signal(signal.SIGTERM)
+    router.wait_for(lambda: router.call("GET", "/readyz")[0] == 503)
+    assert router.post() == 200  # its address may still be in use
+    for thread in threads:
+        thread.join()
+    assert statuses == [200] * 8
+    assert router.process.wait(DEADLINE_SECONDS) == 0
+    assert "Traceback" not in router.log.read_text()
+
+
+def test_drain_by_the_admin_api_ends_the_router(start: Callable[..., Router], engine: int) -> None:
+    router = start(f"--endpoint=http://127.0.0.1:{engine}", "--drain-timeout=1s")
+    assert router.call("POST", "/admin/v1/drain")[0] == 202
+    assert router.process.wait(DEADLINE_SECONDS) == 0
+
+
+def test_workers_are_summed_and_share_the_token(start: Callable[..., Router], engine: int) -> None:
+    router = start(f"--endpoint=http://127.0.0.1:{engine}", "--processes=3")
+    assert len(router.workers()) == 2
+    for _ in range(60):
+        assert router.post() == 200
+
+    def all_arrived() -> bool:
+        return json.loads(router.call("GET", "/admin/v1/demand")[1])["arrived"] == 60
+
+    router.wait_for(all_arrived)
+    text = router.call("GET", "/metrics")[1]
+    assert 'trimtab_router_requests_total{code="200",route="generate"} 60.0' in text
+    assert router.call("PUT", "/admin/v1/state-token", '{"token": "abc"}')[0] == 204
+
+
+def test_held_request_of_any_worker_ends_the_long_poll(start: Callable[..., Router]) -> None:
+    router = start("--endpoint=http://127.0.0.1:9", "--processes=3")
+    for number in range(3):
+        before = json.loads(router.call("GET", "/admin/v1/demand")[1])["sequence"]
+        threads, _ = in_threads(1, router.post)
+        demand = json.loads(router.call("GET", f"/admin/v1/demand?since={before}&wait=20")[1])
+        assert demand["sequence"] > before, number
+        for thread in threads:
+            thread.join()
+
+
+def test_killed_worker_ends_the_router_gracefully(start: Callable[..., Router], engine: int) -> None:
+    router = start(f"--endpoint=http://127.0.0.1:{engine}", "--processes=2")
+    os.kill(router.workers()[0], signal.SIGKILL)
+    router.wait_for(lambda: router.call("GET", "/readyz")[0] == 503)
+    assert router.post() == 200
+    assert router.process.wait(DEADLINE_SECONDS) == 1
+    assert "worker 1 ended unexpectedly" in router.log.read_text()
+
+
+def test_access_log_has_one_json_object_per_request(start: Callable[..., Router], engine: int) -> None:
+    router = start(f"--endpoint=http://127.0.0.1:{engine}", "--access-log")
+    router.post()
+    line = router.wait_for(lambda: re.search(r"^\{.*\}$", router.log.read_text(), re.MULTILINE))[0]
+    record = json.loads(line)
+    assert (record["method"], record["path"], record["status"]) == ("POST", "/v1/completions", 200)
+    assert record["replica"] == f"127.0.0.1:{engine}"
+
+
+@pytest.mark.parametrize("flags", [[], ["--service=a/b"], ["--endpoint=ftp://h"]])
+def test_wrong_command_line_ends_with_one_line(flags: list[str]) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "trimtab_router", "--port=0", "--admin-port=0", *flags],
+        env=environment | {"PYTHONPATH": str(ROUTER)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("trimtab-router: ")
+
+
+def test_used_port_is_named(start: Callable[..., Router], engine: int) -> None:
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "trimtab_router",
+            "--host=127.0.0.1",
+            f"--port={engine}",
+            "--endpoint=http://127.0.0.1:1",
+        ],
+        env=os.environ | {"PYTHONPATH": str(ROUTER)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert f"port {engine}" in ended.stderr
