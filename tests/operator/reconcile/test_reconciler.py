@@ -639,7 +639,7 @@ async def test_decision_is_emitted_after_state_write(
     cluster = RefusingCluster()
     cluster.refuses, cluster.error = ("ConfigMap",), OSError("no route")
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
-    monkeypatch.setattr("trimtab_operator.planning.plan.decide", decides_once)
+    monkeypatch.setattr("trimtab_operator.planning.choices.decide", decides_once)
     await reconciler.guarded_tick(loop)
     assert cluster.events == []
     assert [kind for kind, _ in cluster.objects] == ["ConfigMap"]  # what is not remembered is not acted upon

@@ -72,7 +72,7 @@ def test_stricter_rule_is_reported_and_allows_scaling(
     cluster.settle()
     (revision,) = set(cluster.revisions)
     tighter = (ValidationError("spec.runtime.args[0]", "is refused by now"),)
-    monkeypatch.setattr("trimtab_operator.planning.plan.validation_errors", lambda _: tighter)
+    monkeypatch.setattr("trimtab_operator.planning.resolve.validation_errors", lambda _: tighter)
     cluster.restart_operator()
     for replicas in (3, 1, 2):
         cluster.edit(replicas=replicas)
