@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +32,12 @@ def test_every_supported_kubernetes_gets_the_same_kinds(version: str) -> None:
     assert kinds == [
         "ClusterRole",
         "ClusterRole",
+        "ClusterRole",
+        "ClusterRole",
         "ClusterRoleBinding",
         "CustomResourceDefinition",
         "Deployment",
+        "NetworkPolicy",
         "PodDisruptionBudget",
         "Role",
         "RoleBinding",
@@ -94,7 +99,6 @@ WORKLOADS = {
     ("batch", "jobs", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "services", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "configmaps", ("get", "list", "watch", "create", "patch")),
-    ("", "secrets", ("get", "create", "patch")),  # the one of each resource's groups of several pods
     ("", "pods", ("list", "watch", "delete")),
     ("", "pods/eviction", ("create",)),
     ("", "serviceaccounts", ("get", "list", "watch", "create", "patch", "delete")),
@@ -108,6 +112,7 @@ WORKLOADS = {
     ("", "events", ("get", "list", "create", "patch")),
 }
 WORKLOAD_RIGHTS = {(group, resource, verb, None) for group, resource, verbs in WORKLOADS for verb in verbs}
+WORKLOAD_RIGHTS |= {("", "secrets", verb, "trimtab-rendezvous") for verb in ("get", "create", "patch")}
 CLUSTER_RIGHTS = {
     ("", "nodes", "list", None),
     ("admissionregistration.k8s.io", "validatingwebhookconfigurations", "get", "trimtab-system-trimtab"),
@@ -150,7 +155,7 @@ def test_unhealthy_evictions_need_a_kubernetes_that_knows_them(version: str, is_
 
 def test_disabled_router_takes_its_rights_along() -> None:
     manifests = render("router.enabled=false")
-    found = rights(one(manifests, "ClusterRole"))
+    found = rights(one(manifests, "ClusterRole", "trimtab-system-trimtab"))
     assert not {resource for _, resource, _, _ in found} & {"deployments", "rolebindings", "endpointslices"}
     assert not any("--router" in argument for argument in str(one(manifests, "Deployment")).split("'"))
 
@@ -417,3 +422,90 @@ def test_values_without_prometheus_render_no_monitoring() -> None:
 @pytest.mark.parametrize("url", ["prometheus:9090", "http://user:secret@prometheus", "http://prometheus/?x=y"])
 def test_an_address_of_prometheus_that_cannot_be_is_refused(url: str) -> None:
     assert helm("template", "trimtab", str(CHART), "--set", f"prometheus.url={url}").returncode != 0
+
+
+# --- other clusters and tools -----------------------------------------------------------------------------------------
+
+LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+
+
+@pytest.mark.parametrize("version", ["0.1.0+9414ed9678d1", f"0.1.0-rc.1+{'a' * 80}"])
+def test_labels_are_valid_for_any_version(version: str, tmp_path: Path) -> None:
+    """Flux and CI systems add build metadata to the version of a chart."""
+    copied = tmp_path / "trimtab"
+    shutil.copytree(CHART, copied)
+    chart = copied / "Chart.yaml"
+    chart.write_text(re.sub(r"(?m)^(version|appVersion):.*$", rf"\1: {version}", chart.read_text()))
+    done = helm("template", "t", str(copied))
+    assert done.returncode == 0, done.stderr
+    for manifest in yaml.safe_load_all(done.stdout):
+        for value in (manifest["metadata"].get("labels") or {}).values():
+            assert LABEL.fullmatch(value), f"{manifest['kind']}: {value}"
+
+
+def test_ids_of_the_pods_can_be_removed() -> None:
+    """OpenShift assigns user and group ids and rejects others."""
+    settings = [f"podSecurityContext.{name}=null" for name in ("runAsUser", "runAsGroup", "fsGroup")]
+    pod = one(render(*settings), "Deployment")["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert violations({"spec": pod}) == []
+
+
+def test_host_network_needs_a_peer_for_network_policies() -> None:
+    done = helm("template", "t", str(CHART), "--set", "hostNetwork=true")
+    assert "networkPolicy.operator: is empty" in done.stderr
+    manifests = render("hostNetwork=true", "networkPolicy.operator.ipBlock.cidr=10.0.0.0/8")
+    pod = one(manifests, "Deployment")["spec"]["template"]["spec"]
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert any('"operator":{"ipBlock":{"cidr":"10.0.0.0/8"}}' in each for each in pod["containers"][0]["args"])
+    assert "NetworkPolicy" not in {manifest["kind"] for manifest in manifests}
+
+
+@pytest.mark.parametrize(("version", "has_conditions"), [("1.27.0", False), ("1.28.0", True)])
+def test_webhook_is_called_for_changed_specs_of_its_class(version: str, has_conditions: bool) -> None:
+    manifests = render("class=blue", options=["--kube-version", version])
+    (hook,) = one(manifests, "ValidatingWebhookConfiguration")["webhooks"]
+    assert ("matchConditions" in hook) is has_conditions
+    if has_conditions:
+        changed, own = (each["expression"] for each in hook["matchConditions"])
+        assert "object.spec != oldObject.spec" in changed
+        assert "deletionTimestamp" in changed
+        assert own == "has(object.spec) && has(object.spec.class) && object.spec.class == 'blue'"
+
+
+def test_metrics_keep_the_namespace_of_resources() -> None:
+    monitor = one(render(options=["--api-versions", "monitoring.coreos.com/v1"]), "PodMonitor")
+    assert monitor["spec"]["podMetricsEndpoints"][0]["honorLabels"] is True
+
+
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+OBJECTS = sorted(name for name, value in VALUES.items() if name not in ("image", "engine"))
+
+
+def test_values_of_an_older_release_render() -> None:
+    """`helm upgrade --reuse-values` lacks every value that a newer chart added."""
+    nested = [f"{name}.{key}" for name in OBJECTS if isinstance(VALUES[name], dict) for key in VALUES[name]]
+    for name in (*OBJECTS, *(each for each in nested if isinstance(VALUES[each.partition(".")[0]], dict))):
+        if name.endswith(".image"):
+            continue
+        done = helm("template", "t", str(CHART), "--api-versions", "monitoring.coreos.com/v1", "--set", f"{name}=null")
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+
+
+def test_own_network_policy_opens_webhook_and_metrics_only() -> None:
+    policy = one(render("operatorNetworkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus"), "NetworkPolicy")
+    webhook, metrics = policy["spec"]["ingress"]
+    assert (webhook["ports"][0]["port"], "from" in webhook) == ("webhook", False)
+    assert metrics["from"] == [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]
+
+
+def test_roles_of_users_are_aggregated() -> None:
+    roles = [manifest for manifest in render() if manifest["kind"] == "ClusterRole"]
+    name = f"{NAMESPACE}-trimtab"
+    edit = next(role for role in roles if role["metadata"]["name"] == f"{name}-edit")
+    view = next(role for role in roles if role["metadata"]["name"] == f"{name}-view")
+    assert edit["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-edit"] == "true"
+    assert ("trimtab.dev", "inferencedeployments", "get", None) in rights(view)
+    assert ("trimtab.dev", "inferencedeployments", "create", None) in rights(edit)
+    assert not any(resource.endswith("/status") for _, resource, verb, _ in rights(edit) if verb != "get")
+    assert len([m for m in render("watchNamespaces[0]=a") if m["kind"] == "ClusterRole"]) == 1

@@ -19,16 +19,21 @@
 {{- end -}}
 
 {{- define "trimtab.serviceAccountName" -}}
-{{- if .Values.serviceAccount.create -}}
-{{- default (include "trimtab.fullname" .) .Values.serviceAccount.name -}}
+{{- if (.Values.serviceAccount).create -}}
+{{- default (include "trimtab.fullname" .) (.Values.serviceAccount).name -}}
 {{- else -}}
-{{- default "default" .Values.serviceAccount.name -}}
+{{- default "default" (.Values.serviceAccount).name -}}
 {{- end -}}
 {{- end -}}
 
 {{- define "trimtab.webhookName" -}}{{ include "trimtab.fullname" . }}-webhook{{- end -}}
 {{- define "trimtab.leaseName" -}}{{ include "trimtab.fullname" . }}-operator{{- end -}}
 {{- define "trimtab.secretName" -}}{{ include "trimtab.fullname" . }}-operator{{- end -}}
+
+{{/* Versions may have build metadata (1.0.0+abc), which labels cannot contain. */}}
+{{- define "trimtab.labelValue" -}}
+{{- . | replace "+" "_" | trunc 63 | trimAll "-_." -}}
+{{- end -}}
 
 {{- define "trimtab.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "trimtab.name" . }}
@@ -39,16 +44,23 @@ app.kubernetes.io/component: operator
 {{- define "trimtab.labels" -}}
 {{ include "trimtab.selectorLabels" . }}
 app.kubernetes.io/part-of: trimtab
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ include "trimtab.labelValue" .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+helm.sh/chart: {{ include "trimtab.labelValue" (printf "%s-%s" .Chart.Name .Chart.Version) }}
 {{- end -}}
 
-{{/* The operator's pods, as a NetworkPolicyPeer. */}}
+{{/* The operator's pods, as a NetworkPolicyPeer. A policy cannot select pods in the host's network. */}}
 {{- define "trimtab.operatorPeer" -}}
+{{- if (.Values.networkPolicy).operator -}}
+{{- toJson (.Values.networkPolicy).operator -}}
+{{- else -}}
+{{- if .Values.hostNetwork -}}
+{{- fail "networkPolicy.operator: is empty, but NetworkPolicies cannot select pods with hostNetwork; set it to an ipBlock of the nodes, or set networkPolicy.enabled to false" -}}
+{{- end -}}
 {{- $labels := include "trimtab.selectorLabels" . | fromYaml -}}
 {{- $namespace := dict "kubernetes.io/metadata.name" .Release.Namespace -}}
 {{- dict "namespaceSelector" (dict "matchLabels" $namespace) "podSelector" (dict "matchLabels" $labels) | toJson -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Helm passes a tag with only digits as a number. */}}
@@ -58,15 +70,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{- define "trimtab.image" -}}
-{{ .Values.image.repository }}:{{ include "trimtab.tag" (list .Values.image.tag .Chart.AppVersion) }}
+{{ (.Values.image).repository }}:{{ include "trimtab.tag" (list (.Values.image).tag .Chart.AppVersion) }}
 {{- end -}}
 
 {{- define "trimtab.engineImage" -}}
-{{ .Values.engine.image.repository }}:{{ include "trimtab.tag" (list .Values.engine.image.tag .Chart.AppVersion) }}
+{{ ((.Values.engine).image).repository }}:{{ include "trimtab.tag" (list ((.Values.engine).image).tag .Chart.AppVersion) }}
 {{- end -}}
 
 {{- define "trimtab.routerImage" -}}
-{{ .Values.router.image.repository }}:{{ include "trimtab.tag" (list .Values.router.image.tag .Chart.AppVersion) }}
+{{ ((.Values.router).image).repository }}:{{ include "trimtab.tag" (list ((.Values.router).image).tag .Chart.AppVersion) }}
 {{- end -}}
 
 {{/* The role that routers' accounts are bound to: the operator can only grant what it holds itself. */}}
@@ -116,8 +128,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [create]
 - apiGroups: [""]
   resources: [serviceaccounts]
-  verbs: [get, list, watch, create, patch{{ if .Values.router.enabled }}, delete{{ end }}]
-{{- if .Values.router.enabled }}
+  verbs: [get, list, watch, create, patch{{ if (.Values.router).enabled }}, delete{{ end }}]
+{{- if (.Values.router).enabled }}
 # Routers: their pods, and the permission to find the engines, which the operator itself does not use.
 - apiGroups: [apps]
   resources: [deployments]
@@ -130,7 +142,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 # If the cluster serves them; objects disabled by the administrator are deleted.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, list, watch, create, patch{{ if .Values.router.enabled }}, delete{{ end }}]
+  verbs: [get, list, watch, create, patch{{ if (.Values.router).enabled }}, delete{{ end }}]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]
