@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 WATCH_SECONDS = 50  # an integer: the API server parses nothing else
 WATCH_CLIENT_TIMEOUT_SECONDS = 60.0  # a longer watch has a dead connection
 UNSERVED_RETRY_SECONDS = 300.0  # until a new CRD or permission is noticed
+MIN_WATCH_SECONDS = 1.0  # a watch that ends sooner counts as failed, so that an API server is not asked in a loop
 BACKOFF_SECONDS = (0.5, 1.0, 2.0, 5.0)  # between failing attempts
 FIRST_SYNC_TIMEOUT_SECONDS = 20.0  # for the initial lists, before the loops start
 FIRST_SYNC_POLL_SECONDS = 0.05
@@ -62,7 +63,7 @@ def _followed(cache: Cache) -> tuple[Store, ...]:
 
 async def _follow(cluster: Cluster, cache: Cache, store: Store) -> None:
     """Keep one kind synced until cancelled, whatever error occurs."""
-    failures, version = 0, None
+    failures, version, clock = 0, None, asyncio.get_running_loop().time
     while True:
         try:
             if store.kind in OPTIONAL and not await cluster.serves(store.kind):
@@ -71,12 +72,13 @@ async def _follow(cluster: Cluster, cache: Cache, store: Store) -> None:
                 continue
             if version is None:
                 version = await _list(cluster, cache, store)
+            began = clock()
             version = await _watch(cluster, cache, store, version)
-            failures = 0
-            continue
+            if clock() - began >= MIN_WATCH_SECONDS:
+                failures = 0
+                continue
         except Expired:
             version = None
-            continue
         except (*CONNECTION_ERRORS, ValueError, KeyError) as error:
             if is_forbidden(error):
                 cache.mark_not_served(store)

@@ -190,3 +190,20 @@ async def test_paged_lists_and_long_watch_lines() -> None:
     assert found == ["12", "13"]
     assert all(query["labelSelector"] == watches.MANAGED_SELECTOR for query in asked)
     assert asked[-1] | {"resourceVersion": "11", "timeoutSeconds": "5", "allowWatchBookmarks": "true"} == asked[-1]
+
+
+async def refused(_: Server) -> AsyncIterator[dict[str, Any]]:
+    yield {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}
+
+
+async def ends_at_once(_: Server) -> AsyncIterator[dict[str, Any]]:
+    for event in ():
+        yield event
+
+
+@pytest.mark.parametrize("script", [refused, ends_at_once])
+def test_watch_without_progress_backs_off(script: Callable[[Server], AsyncIterator[dict[str, Any]]]) -> None:
+    server = Server(script=script)
+    watched(server, 60.0)
+    assert 10 <= len(server.watches) <= 20
+    assert len(server.lists) <= 20
