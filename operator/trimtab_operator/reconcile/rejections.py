@@ -11,7 +11,7 @@ from trimtab_operator.kube.rbac import missing_permission
 from trimtab_operator.observed.actions import Apply, Rejection, kind_and_name
 from trimtab_operator.planning.plan import ReconcilePlan
 from trimtab_operator.reconcile.executor import format_error
-from trimtab_operator.report.conditions import Reason
+from trimtab_operator.report.conditions import Reason, join_errors
 
 MIN_FAILURES_TO_REPORT = 3  # consecutive, before the status shows them: one lost connection is not worth reporting
 
@@ -61,4 +61,4 @@ def _problem(rejections: Iterable[Rejection]) -> tuple[Reason, str] | None:
     if not found:
         return None
     order = (Reason.NAME_CONFLICT, Reason.FORBIDDEN, Reason.RECONCILE_ERROR)
-    return min(found.values(), key=order.index), "; ".join(found)
+    return min(found.values(), key=order.index), join_errors(found)

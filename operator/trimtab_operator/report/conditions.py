@@ -21,6 +21,7 @@ from trimtab_operator.planning import gpu_budget as budget
 from trimtab_operator.planning.model_facts import ModelBeingRead, ModelUnreadable
 from trimtab_operator.planning.router import RouterView
 from trimtab_operator.planning.status_inputs import StatusInputs
+from trimtab_operator.resource.limits import cap_findings, shorten
 from trimtab_operator.resource.spec import PAUSED, RESTARTED_AT, InferenceDeployment
 from trimtab_operator.resource.time import timestamp
 from trimtab_operator.rollout.rollback import FailedChange
@@ -78,6 +79,7 @@ TYPES = (
     "Degraded",
 )
 HELD_AT_ZERO = "no request arrived for the idle timeout; the router holds new ones until a replica is started"
+MAX_CONDITION_MESSAGE = 8192  # characters: the schema allows 32,768, and several conditions repeat a message
 PAUSED_MESSAGE = f"changes are paused by the annotation {PAUSED}; remove it to resume"
 
 
@@ -208,7 +210,7 @@ def _downloads(group: Mapping[str, Any]) -> bool:
 
 def _blocked(inputs: StatusInputs) -> tuple[str, str] | None:
     if inputs.validation_errors:
-        return Reason.INVALID, "; ".join(str(error) for error in inputs.validation_errors)
+        return Reason.INVALID, join_errors(inputs.validation_errors)
     return inputs.problem
 
 
@@ -285,7 +287,7 @@ def _rollback_message(failed: FailedChange) -> str:
 def layout_condition(deployment: InferenceDeployment, inputs: StatusInputs) -> UntimedCondition:
     refused = inputs.layout_errors or [r for r in inputs.validation_errors if r.field.startswith("spec.parallelism")]
     if refused:
-        return UntimedCondition("LayoutValid", "False", Reason.INVALID, "; ".join(str(error) for error in refused))
+        return UntimedCondition("LayoutValid", "False", Reason.INVALID, join_errors(refused))
     wanted = Degrees.wanted(deployment.spec)
     reported = dict(reported_layouts(inputs.groups, inputs.engines, inputs.revision))
     differing = sorted(name for name, layout in reported.items() if layout != wanted)
@@ -404,6 +406,11 @@ def degraded_condition(inputs: StatusInputs, groups: Sequence[Mapping[str, Any]]
     return UntimedCondition("Degraded", "False", Reason.AS_EXPECTED, "nothing is wrong")
 
 
+def join_errors(errors: Iterable[object]) -> str:
+    """Return the errors as one message, without those beyond the limits of `cap_findings`."""
+    return "; ".join(cap_findings([str(error) for error in errors]))
+
+
 def with_timestamps(condition: UntimedCondition, deployment: InferenceDeployment, *, now: datetime) -> dict[str, Any]:
     """Return the condition as an object; its transition time changes only with its status."""
     before = next((c for c in deployment.status.get("conditions") or [] if c.get("type") == condition.type), None)
@@ -412,7 +419,7 @@ def with_timestamps(condition: UntimedCondition, deployment: InferenceDeployment
         "type": condition.type,
         "status": condition.status,
         "reason": str(condition.reason),
-        "message": condition.message,
+        "message": shorten(condition.message, most=MAX_CONDITION_MESSAGE),
         "observedGeneration": deployment.generation,
         "lastTransitionTime": before["lastTransitionTime"] if same and before else timestamp(now),
     }

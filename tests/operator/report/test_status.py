@@ -10,13 +10,14 @@ from typing import Any
 import operator_builders
 import pytest
 from operator_builders import ONE_RANK, READY, RUNNING, a_pod
+from operator_cluster import FakeCluster
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.planning.model_facts import ModelUnreadable
 from trimtab_operator.planning.status_inputs import StatusInputs
 from trimtab_operator.planning.tuning import applied_values
-from trimtab_operator.report.conditions import Reason, changed_conditions
+from trimtab_operator.report.conditions import MAX_CONDITION_MESSAGE, Reason, changed_conditions
 from trimtab_operator.report.status import build_status
 from trimtab_operator.resource.spec import InferenceDeployment, ModelSource
 from trimtab_operator.resource.validation_error import ValidationError
@@ -274,3 +275,12 @@ def test_a_problem_of_the_loop_is_shown() -> None:
 @pytest.mark.parametrize("reason", list(Reason))
 def test_every_reason_is_documented(reason: Reason) -> None:
     assert f"`{reason.value}`" in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_conditions_are_bounded_for_any_number_of_errors() -> None:
+    cluster = FakeCluster()
+    cluster.edit(runtime={"device": "cpu", "image": "engine:1", "args": [f"--unknown-{n}=1" for n in range(2000)]})
+    cluster.tick()
+    messages = [condition["message"] for condition in cluster.status["conditions"]]
+    assert max(map(len, messages)) <= MAX_CONDITION_MESSAGE
+    assert cluster.condition("Ready")["reason"] == "InvalidSpec"
