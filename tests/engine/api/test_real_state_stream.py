@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import time
@@ -12,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from adapter_folders import EVERY, an_adapter, modules_of
+from trimtab_engine.models.checkpoint import expected_shapes
+from trimtab_engine.models.registry import parse_model_config
 from trimtab_router.endpoints.endpoint import Endpoint
 from trimtab_router.scoring.state import ReplicaState
 from trimtab_router.state_stream.client import StateStreams
@@ -128,6 +132,7 @@ async def test_refused_requests_are_acknowledged(serve: "Serve") -> None:
         for path, body in refused:
             assert (await router.send(path, body)).status_code in (400, 404)
         assert (await router.send("/v1/completions", {"prompt": TEXT, "max_tokens": 2})).status_code == 200
+        assert (await router.send("/v1/embeddings", {"input": [TEXT, "b"]})).status_code == 200
 
 
 async def test_state_token_opens_the_stream_only(serve: "Serve") -> None:
@@ -151,6 +156,21 @@ async def test_prompts_of_other_api_keys_and_salts_are_not_predicted(serve: "Ser
         assert router.num_known(body | {"cache_salt": "x"}, b"one") == 0
 
 
+async def test_adapters_have_own_keys_and_are_reported(serve: "Serve", tiny_model: Path, tmp_path: Path) -> None:
+    shapes = expected_shapes(
+        parse_model_config(json.loads((tiny_model / "config.json").read_text()), {}, "config.json")
+    )
+    adapter = an_adapter(tmp_path / "adapter", modules_of(shapes, EVERY), seed=1, size=0.5)
+    engine = serve(*TINY, "--enable-lora", "--lora-modules", f"sql={adapter}")
+    body = {"prompt": TOKEN_IDS, "max_tokens": 2}
+    async with following(engine) as router:
+        assert router.state.adapters == {"sql"}
+        await router.send("/v1/completions", body | {"model": "sql"})
+        await until(lambda: router.num_known(body | {"model": "sql"}) > 0)
+        assert router.num_known(body) == 0
+        assert router.num_known(body | {"model": "tiny"}) == 0
+
+
 @pytest.mark.model
 async def test_predicted_hits_of_real_chats_equal_actual_hits(serve: "Serve") -> None:
     """A chat template, its tokenizer and blocks: the prediction is at most one cut below or above the actual hits."""
@@ -165,7 +185,7 @@ async def test_predicted_hits_of_real_chats_equal_actual_hits(serve: "Serve") ->
         {"role": "user", "content": "Жизнь? 🙂 " * 9},
     ]
     chats: list[list[dict[str, Any]]] = [first, second, [system, {"role": "user", "content": "Why?"}], second, first]
-    bodies = [("/v1/chat/completions", {"messages": messages}) for messages in chats]
+    bodies: list[tuple[str, dict[str, Any]]] = [("/v1/chat/completions", {"messages": messages}) for messages in chats]
     bodies += [("/v1/completions", {"prompt": TEXT * count}) for count in (9, 20, 14)]
     hits = 0
     async with following(engine) as router:

@@ -130,14 +130,14 @@ async def test_shared_keys_of_texts_stand_for_shared_tokens(tokenizer: Tokenizer
 @pytest.mark.parametrize("seed", range(4))
 async def test_shared_keys_of_chats_stand_for_shared_tokens(tokenizer: Tokenizer, name: str, seed: int) -> None:
     rng, template = random.Random(seed), ChatTemplate(TEMPLATES[name], {})
-    common = [{"role": "system", "content": make_text(rng, 150)}]
+    common: list[dict[str, Any]] = [{"role": "system", "content": make_text(rng, 150)}]
     for _ in range(rng.randrange(1, 4)):
         common += [
             {"role": "user", "content": make_text(rng, rng.randrange(1, 150))},
             {"role": "assistant", "content": make_text(rng, rng.randrange(1, 100))},
         ]
     start = make_text(rng, 120)
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {"messages": [*common, {"role": "user", "content": start + make_text(rng, 60)}]},
         {"messages": [*common, {"role": "user", "content": start + make_text(rng, 200)}]},
     ]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from trimtab_engine.api.http.dispatches import PendingDispatch
 from trimtab_engine.api.http.errors import ApiError
 from trimtab_engine.api.metrics.observations import FinishedSequence, Observer
 from trimtab_engine.api.metrics.tracing import Tracer
@@ -43,6 +44,8 @@ class EmbeddingPlan:
     """Trace headers of the request."""
     ticket: Ticket | None = None
     """Admission ticket, notified of each vector."""
+    dispatch: PendingDispatch | None = None
+    """Dispatch that the last input acknowledges. None if the request did not come from a router."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -90,6 +93,8 @@ class Embedder:
             pooling=plan.pooling,
             adapter=plan.adapter,
         )
+        if plan.dispatch is not None and index == len(plan.prompts) - 1:
+            request.dispatch = plan.dispatch.take()
         last: SequenceOutput | None = None
         try:
             async with aclosing(self._client.generate(request)) as outputs:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
+from trimtab_engine.api.http.dispatches import dispatch_of
 from trimtab_engine.api.http.errors import invalid
 from trimtab_engine.api.http.request_identity import key_salt, request_id_of
 from trimtab_engine.api.http.streaming import cancel_on_disconnect
@@ -70,6 +71,7 @@ async def build_embedding_plan(
         trace_headers={name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
         if state.options.otlp_traces_endpoint
         else {},
+        dispatch=dispatch_of(request),
     )
 
 
