@@ -126,6 +126,7 @@ def router(engines: list[Program], tmp_path_factory: pytest.TempPathFactory) -> 
         assert router.admin.put("/admin/v1/state-token", json={"token": STATE_TOKEN}).status_code == 204
         program.wait_for(lambda: router.metric(r"state_age_seconds\{.*\}") > 0, "the streams")
         yield router
+        router.admin.close()
     finally:
         program.end()
 
@@ -143,8 +144,9 @@ def chat(client: openai.OpenAI, question: str, **fields: Any) -> Any:
 
 
 def test_client_gets_the_engine_answer_streamed_and_whole(client: openai.OpenAI, engines: list[Program]) -> None:
-    direct = openai.OpenAI(base_url=f"http://127.0.0.1:{engines[0].ports()[0]}/v1", api_key="key")
-    expected = chat(direct, "Which spade?").parse().choices[0].message.content
+    url = f"http://127.0.0.1:{engines[0].ports()[0]}/v1"
+    with openai.OpenAI(base_url=url, api_key="key") as direct:
+        expected = chat(direct, "Which spade?").parse().choices[0].message.content
     assert chat(client, "Which spade?").parse().choices[0].message.content == expected
     stream = chat(client, "Which spade?", stream=True, stream_options={"include_usage": True}).parse()
     chunks = list(stream)
@@ -207,7 +209,8 @@ def test_killed_replica_loses_no_request_without_a_first_byte(
     requests = [
         subprocess.Popen(
             [
-                *("curl", "-s", "-o", str(tmp_path / str(number)), "-w", "%{http_code}", "-d", json.dumps(body)),
+                *("curl", "-s", "-o", str(tmp_path / str(number)), "-w", "%{http_code}"),
+                *("-H", "content-type: application/json", "-d", json.dumps(body)),
                 f"http://127.0.0.1:{port}/v1/completions",
             ],
             stdout=subprocess.PIPE,

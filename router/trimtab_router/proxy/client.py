@@ -235,6 +235,7 @@ class ClientConnection(asyncio.Protocol):
         self.write(
             error.response(
                 close=self.closes_after_response,
+                path=exchange.head.path,
                 request_id=exchange.request_id,
                 head_only=exchange.head.method == b"HEAD",
             )

@@ -26,9 +26,16 @@ class RequestRouter(Protocol):
     """The part of the registry that knows prefix keys, adapters and token lengths."""
 
     def routed_request(
-        self, body: dict[str, Any], *, api_key: bytes | None, tenant: str, priority: int, session: str | None
+        self,
+        body: dict[str, Any],
+        *,
+        path: str,
+        api_key: bytes | None,
+        tenant: str,
+        priority: int,
+        session: str | None,
     ) -> RoutedRequest:
-        """Return a completion or chat request in the terms of routing."""
+        """Return a request in the terms of routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ class Describer:
         tenant, band = self._identity(head, api_key)
         routed = self._registry.routed_request(
             _parse(body),
+            path=head.path,
             api_key=api_key,
             tenant=tenant,
             priority=band,
@@ -91,7 +99,9 @@ def _parse(body: bytes | bytearray) -> dict[str, Any]:
 
 def _api_key(head: RequestHead) -> bytes | None:
     scheme, _, key = head.fields.get(b"authorization", b"").partition(b" ")
-    return key.strip() or None if scheme.lower() == b"bearer" else None
+    if scheme.lower() == b"bearer" and key.strip():
+        return key.strip()
+    return head.fields.get(b"x-api-key") or None  # of Anthropic's clients
 
 
 def _text(value: bytes | None) -> str | None:

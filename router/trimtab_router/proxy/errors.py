@@ -1,4 +1,4 @@
-"""Errors of the router itself, in the engine's format, so that OpenAI clients raise the matching exceptions."""
+"""Errors of the router itself, in the engine's formats, so that official clients raise the matching exceptions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ ERROR_TYPES = {
     504: "service_unavailable",
 }
 """Value of `error.type` by status; the others are invalid_request_error."""
+ANTHROPIC_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 
 
 class HttpError(Exception):
@@ -25,15 +37,17 @@ class HttpError(Exception):
         super().__init__(message)
         self.status, self.message, self.retry_after, self.reason = status, message, retry_after, reason
 
-    @property
-    def body(self) -> bytes:
-        """Return the JSON body."""
+    def body(self, path: str = "") -> bytes:
+        """Return the JSON body, in the format of the path's API."""
+        if path.startswith(MESSAGES_PATH):
+            kind = ANTHROPIC_ERROR_TYPES.get(self.status, "invalid_request_error")
+            return orjson.dumps({"type": "error", "error": {"type": kind, "message": self.message}})
         kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         return orjson.dumps(
             {"error": {"message": self.message, "type": kind, "param": None, "code": self.reason or self.status}}
         )
 
-    def response(self, *, close: bool, request_id: bytes = b"", head_only: bool = False) -> bytes:
+    def response(self, *, close: bool, path: str = "", request_id: bytes = b"", head_only: bool = False) -> bytes:
         """Return the whole response."""
         headers = []
         if self.retry_after:
@@ -42,11 +56,16 @@ class HttpError(Exception):
             headers.append(b"x-trimtab-dropped: " + self.reason.encode())
         if request_id:
             headers.append(b"x-request-id: " + request_id)
-        return json_response(self.status, self.body, close=close, headers=headers, head_only=head_only)
+        return json_response(self.status, self.body(path), close=close, headers=headers, head_only=head_only)
 
-    def event(self) -> bytes:
-        """Return the error as the last events of an SSE stream."""
-        return b"data: " + self.body + b"\n\ndata: [DONE]\n\n"
+    def events(self, path: str) -> bytes:
+        """Return the error as the last SSE events of a stream, in the format of the path's API."""
+        if path.startswith(MESSAGES_PATH):
+            return b"event: error\ndata: " + self.body(path) + b"\n\n"
+        if path.startswith(RESPONSES_PATH):
+            fields = {"type": "error", "code": "server_error", "message": self.message, "param": None}
+            return b"event: error\ndata: " + orjson.dumps(fields) + b"\n\n"
+        return b"data: " + self.body(path) + b"\n\ndata: [DONE]\n\n"
 
 
 def json_response(

@@ -136,8 +136,9 @@ class Exchange(HeldRequest):
         if self.response_started:
             self.dispatcher.on_interrupted(self)
             if self.is_event_stream and connection.last.endswith(EVENT_END) and self.head.is_http11:
-                event = HttpError(502, f"the replica failed while it answered: {cause}; send the request again").event()
-                self.client.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
+                error = HttpError(502, f"the replica failed while it answered: {cause}; send the request again")
+                events = error.events(self.head.path)
+                self.client.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(events), events))
                 self._end()
                 self.client.close_after_response()
                 self.client.on_response_end()

@@ -24,22 +24,31 @@ class Route(Enum):
     """Any other path: sent to the least loaded replica, never held."""
 
 
-GENERATION_PATHS = frozenset(
+COMPUTE_PATHS = frozenset(
     (
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
         "/v1/embeddings",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+    )
+)
+"""Paths of POST requests whose prompts are computed."""
+TOKENIZER_PATHS = frozenset(
+    (
         "/v1/completions/render",
         "/v1/chat/completions/render",
+        "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
     )
 )
-"""Paths of POST requests that need the model."""
-PROMPT_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
-"""Paths whose prompts use the prefix cache and generate tokens."""
-COMPUTE_PATHS = PROMPT_PATHS | {"/v1/embeddings"}
-"""Paths whose prompts are computed; the others only need a tokenizer."""
+"""Paths of POST requests that only need a tokenizer: they do not wait for a short queue."""
 _ROUTES = {
     "/v1/load_lora_adapter": Route.ADAPTER,
     "/v1/unload_lora_adapter": Route.ADAPTER,
@@ -52,6 +61,6 @@ _ROUTES = {
 
 def route_of(method: bytes, path: str) -> Route:
     """Return how to treat a request."""
-    if method == b"POST" and path in GENERATION_PATHS:
+    if method == b"POST" and (path in COMPUTE_PATHS or path in TOKENIZER_PATHS):
         return Route.GENERATE
     return _ROUTES.get(path, Route.FORWARD)

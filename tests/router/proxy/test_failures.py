@@ -176,6 +176,40 @@ async def test_stream_cut_after_first_byte_ends_with_an_error_event(routers: Rou
     assert router.metric("interrupted_total") == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/v1/messages", {"type": "error", "error": {"type": "api_error"}}),
+        ("/v1/responses", {"type": "error", "code": "server_error"}),
+    ],
+)
+async def test_error_event_has_the_format_of_the_api(routers: RouterFactory, path: str, expected: object) -> None:
+    async def stream(request: Received) -> None:
+        await request.begin_stream()
+        await request.event("one")
+        await asyncio.sleep(0.05)
+        request.cut()
+
+    router = await routers.start(await routers.upstream(stream))
+    async with raw_client(router.port) as client:
+        await client.request(b"{}", path)
+        _, event, _ = (await client.response()).body.split(b"\n\n")
+    name, _, data = event.partition(b"\ndata: ")
+    fields = json.loads(data)
+    assert name == b"event: error"
+    fields.get("error", fields).pop("message")
+    assert {key: fields[key] for key in expected} == expected  # type: ignore[attr-defined]
+
+
+async def test_errors_of_messages_have_the_format_of_anthropic(routers: RouterFactory) -> None:
+    router = await routers.start(max_hold_seconds=0.0)
+    async with raw_client(router.port) as client:
+        await client.request(b"{}", "/v1/messages")
+        response = await client.response()
+    assert response.status == 503
+    assert json.loads(response.body)["error"]["type"] == "overloaded_error"
+
+
 async def test_stream_cut_within_a_chunk_is_cut(routers: RouterFactory) -> None:
     """The client must not take an error event for a part of the chunk."""
 
