@@ -312,8 +312,17 @@ def test_alerts_on_the_operator_name_metrics_that_it_has() -> None:
     (rules,) = [m for m in render(options=SERVES_MONITORING) if m["kind"] == "PrometheusRule"]
     for rule in rules["spec"]["groups"][0]["rules"]:
         for name, selector in re.findall(r"(trimtab_[a-z_]+)(\{[^}]*\})", rule["expr"]):
-            assert f"# TYPE {name} " in text
-            assert selector == '{namespace="trimtab-system",pod=~"trimtab-operator-.*"}'
+            assert f"# TYPE {name.removesuffix('_count')} " in text
+            assert 'pod=~"trimtab-operator-.*"' in selector
+            assert 'namespace="trimtab-system"' in selector or name == "trimtab_condition", "that of the resource"
+
+
+def test_one_stalled_resource_raises_an_alert() -> None:
+    (rules,) = [m for m in render(options=SERVES_MONITORING) if m["kind"] == "PrometheusRule"]
+    found = {rule["alert"]: rule for rule in rules["spec"]["groups"][0]["rules"]}
+    stalled = found["TrimtabResourceStalled"]
+    assert 'trimtab_condition{type="Stalled",status="True"' in stalled["expr"]
+    assert "{{ $labels.namespace }}/{{ $labels.name }}" in stalled["annotations"]["summary"]
 
 
 def choices(*settings: str, options: Sequence[str] = ()) -> dict[str, Any]:

@@ -85,6 +85,11 @@ def renew_if_needed(current: Certificates, names: list[str], *, now: datetime) -
     return Certificates(current.ca_key, current.ca, current.bundle, _key_pem(key), _pem(new_leaf))
 
 
+def expiry_of(certificate: bytes) -> datetime:
+    """Return when a PEM certificate expires."""
+    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
+
+
 def names_of(certificate: x509.Certificate) -> list[str]:
     """Return the sorted DNS names of a certificate."""
     extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)

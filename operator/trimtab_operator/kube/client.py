@@ -135,6 +135,7 @@ class Cluster:
     def __init__(self) -> None:
         self.cache: Cache | None = None
         self.may_write: Callable[[], bool] = lambda: True
+        self.on_response: Callable[[str, int, float], None] = lambda _method, _status, _seconds: None
         self._stack = AsyncExitStack()
         self._gate = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._api: ApiHttp | None = None
@@ -165,6 +166,7 @@ class Cluster:
     async def connect(self, configuration: Any) -> Cluster:
         """Connect with a configuration of the client library."""
         self._api = await self._stack.enter_async_context(ApiHttp(configuration))
+        self._api.on_response = self.on_response
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -8,6 +8,7 @@ Errors are raised as the library's exceptions.
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -33,6 +34,8 @@ class ApiHttp:
         self._host = str(configuration.host).rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._request_options: dict[str, Any] = {}
+        self.on_response: Callable[[str, int, float], None] = lambda _method, _status, _seconds: None
+        """Receives the method, status and seconds of each response."""
 
     async def __aenter__(self) -> ApiHttp:
         rest: Any = kubernetes.aio.client.rest.RESTClientObject(self._configuration)  # reads certificates
@@ -78,6 +81,7 @@ class ApiHttp:
         headers = {"Accept": JSON, "Content-Type": content_type, **await self._credentials()}
         if check is not None:
             check()
+        began = time.monotonic()
         response = await self._session.request(
             method,
             self._host + path,
@@ -87,6 +91,7 @@ class ApiHttp:
             timeout=timeout,
             **self._request_options,
         )
+        self.on_response(method, response.status, time.monotonic() - began)
         if 200 <= response.status <= 299:
             return response
         text = await response.text(errors="replace")

@@ -205,6 +205,11 @@ class Cache:
 
     # --- reads --------------------------------------------------------------------------------------------------------
 
+    def age_of(self, kind: str) -> float:
+        """Return the seconds since the last event or bookmark of a kind; 0 if the cluster does not serve it."""
+        stores = (store for store in self.stores if store.kind == kind and store.sync_state is SyncState.SYNCED)
+        return max((self._clock() - store.last_event_at for store in stores), default=0.0)
+
     def is_synced(self, kind: str, namespace: str) -> bool:
         """Return True if the kind is listed and its watch is alive."""
         store = self._store(kind, namespace)

@@ -11,7 +11,8 @@ import json
 import logging
 import ssl
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class Webhook:
         default_image: str | None,
         allowed_privileges: frozenset[str] = NO_PRIVILEGES,
         operator_class: str | None = None,
+        on_review: Callable[[str, float], None] = lambda _verdict, _seconds: None,
     ) -> None:
         self._cluster = cluster
         self._nodes = nodes
@@ -70,6 +72,10 @@ class Webhook:
         self._default_image = default_image
         self._allowed_privileges = allowed_privileges
         self._operator_class = operator_class
+        self._on_review = on_review
+        """Receives the verdict and the seconds of each review."""
+        self.expires_at = 0.0
+        """Unix time at which the served certificate expires."""
         self._names = certificates.service_names(service, namespace)
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -147,6 +153,7 @@ class Webhook:
             key.write_bytes(current.key)
             self._context.load_cert_chain(leaf, key)
         self._loaded = current
+        self.expires_at = certificates.expiry_of(current.leaf).timestamp()
 
     async def _publish(self, bundle: bytes) -> None:
         """Set the caBundle of every webhook in the chart's configuration if it differs."""
@@ -171,11 +178,14 @@ class Webhook:
 
     async def _validate(self, request: web.Request) -> web.Response:
         body = bytearray()
+        began, verdict = time.monotonic(), "failed"
         try:
             async with asyncio.timeout(REVIEW_TIMEOUT_SECONDS):
                 await self._receive(request, body)
                 async with self._reviewing:
-                    return web.json_response(await self._answer(body))
+                    answer = await self._answer(body)
+            verdict = "allowed" if answer["response"]["allowed"] else "denied"
+            return web.json_response(answer)
         except TimeoutError:
             return web.json_response({"message": "the review took too long; retry"}, status=503)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -183,6 +193,7 @@ class Webhook:
             return web.json_response({"message": message}, status=400)
         finally:
             self._buffered -= len(body)
+            self._on_review(verdict, time.monotonic() - began)
 
     async def _receive(self, request: web.Request, body: bytearray) -> None:
         """Append the request's body to `body`.

@@ -181,7 +181,9 @@ class Executor:
                 action.kind, namespace, action.name, uid=action.uid, grace_seconds=action.grace_seconds
             )
             return True
-        if await self.cluster.evict(namespace, action.name, uid=action.uid, budget=action.budget):
+        is_evicted = await self.cluster.evict(namespace, action.name, uid=action.uid, budget=action.budget)
+        self.metrics.evictions.labels(result="done" if is_evicted else "blocked").inc()
+        if is_evicted:
             return True
         extra = {"resource": f"{namespace}/{deployment.name}", "child": action.name, "budget": action.budget}
         logger.info("eviction blocked by the PodDisruptionBudget", extra=extra)
@@ -207,6 +209,7 @@ class Executor:
         return datetime.fromtimestamp(self.clock(), UTC)
 
     async def _write_status(self, deployment: InferenceDeployment, status: dict[str, Any]) -> Mapping[str, Any]:
+        self.metrics.conditions.set(deployment.namespace, deployment.name, status["conditions"])
         if status == self.last_status(deployment):
             return status
         self._require_leadership()
@@ -238,6 +241,7 @@ class Executor:
     async def emit_event(self, deployment: InferenceDeployment, event: Event) -> None:
         """Emit an Event. Events are best effort: a failed write is logged."""
         self._require_leadership()
+        self.metrics.events.labels(reason=event.reason).inc()
         try:
             await self.cluster.event(
                 deployment, kind=event.type, reason=event.reason, message=event.message, now=self._now(), key=event.key

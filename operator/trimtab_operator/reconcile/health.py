@@ -9,12 +9,23 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
 LAG_PERIOD_SECONDS = 1.0  # interval of the delay measurement
 MAX_LAG_SECONDS = 60.0  # a longer block fails the liveness probe
@@ -61,6 +72,28 @@ class Heartbeats:
         return found
 
 
+class ConditionCollector(Collector):
+    """Conditions of all resources, as one series per resource and condition type, with its status and reason."""
+
+    def __init__(self) -> None:
+        self._conditions: dict[tuple[str, str], tuple[tuple[str, str, str], ...]] = {}
+
+    def set(self, namespace: str, name: str, conditions: Iterable[Mapping[str, object]]) -> None:
+        found = ((str(c["type"]), str(c["status"]), str(c["reason"])) for c in conditions)
+        self._conditions[namespace, name] = tuple(found)
+
+    def forget(self, namespace: str, name: str) -> None:
+        self._conditions.pop((namespace, name), None)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ("namespace", "name", "type", "status", "reason")
+        family = GaugeMetricFamily("trimtab_condition", "1 for the status and reason of each condition", labels=labels)
+        for key, conditions in self._conditions.copy().items():  # the main thread changes it concurrently
+            for condition in conditions:
+                family.add_metric([*key, *condition], 1.0)
+        yield family
+
+
 class OperatorMetrics:
     """Prometheus metrics of the operator."""
 
@@ -100,9 +133,56 @@ class OperatorMetrics:
             "trimtab_operator_loop_lag_seconds", "Latest delay of the event loop", registry=self.registry
         )
         self.leader = Gauge("trimtab_operator_leader", "1 while this process holds the Lease", registry=self.registry)
+        self.conditions = ConditionCollector()
+        self.registry.register(self.conditions)
+        self.events = Counter(
+            "trimtab_operator_events_total", "Events by reason, such as RolledBack", ["reason"], registry=self.registry
+        )
+        self.evictions = Counter(
+            "trimtab_operator_evictions_total",
+            "Evictions of replicas: done, or blocked by a PodDisruptionBudget",
+            ["result"],
+            registry=self.registry,
+        )
+        self.poll_failures = Counter(
+            "trimtab_operator_engine_poll_failures_total",
+            "Polls of ready engines without usable metrics or configuration",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.api_requests = Histogram(
+            "trimtab_operator_api_request_seconds",
+            "Time until the API server answers, by method and status code; 429: it limits the operator",
+            ["method", "code"],
+            registry=self.registry,
+            buckets=(0.005, 0.025, 0.1, 0.25, 1, 5, 30),
+        )
+        self.watch_age = Gauge(
+            "trimtab_operator_watch_age_seconds",
+            "Time since the last event or bookmark of a watch; a kind is read from the API server after 75 s",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.webhook_reviews = Histogram(
+            "trimtab_operator_webhook_review_seconds",
+            "Duration of admission reviews by verdict: allowed, denied, or failed",
+            ["verdict"],
+            registry=self.registry,
+            buckets=(0.005, 0.025, 0.1, 0.25, 1, 4),
+        )
+        self.certificate_expiry = Gauge(
+            "trimtab_operator_webhook_certificate_expiry_seconds",
+            "Unix time at which the webhook's certificate expires",
+            registry=self.registry,
+        )
+        build = Gauge("trimtab_operator_build_info", "1, with the version", ["version"], registry=self.registry)
+        build.labels(version=version("trimtab")).set(1)
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
 
     def forget(self, namespace: str, name: str) -> None:
         """Remove the series of a deleted resource."""
+        self.conditions.forget(namespace, name)
         for metric in (self.desired_replicas, self.wanted_replicas, self.decisions):
             metric.remove_by_labels({"namespace": namespace, "name": name})
 

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import kopf
 
@@ -77,13 +78,14 @@ async def run_operator(options: Options) -> int:
     heartbeats = Heartbeats(max_age_seconds=max(MAX_TICK_AGE_SECONDS, 4 * options.tick_seconds))
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(Cluster())
+        cluster = await stack.enter_async_context(_cluster(metrics))
         deadline_thread = await stack.enter_async_context(LoopThread("deadline"))
-        deadline_cluster = await deadline_thread.enter(Cluster())
+        deadline_cluster = await deadline_thread.enter(_cluster(metrics))
         webhook_thread = await stack.enter_async_context(LoopThread("webhook"))
         webhook = None
         if options.webhook_port != 0:
-            webhook = _webhook(await webhook_thread.enter(Cluster()), options)
+            webhook = _webhook(await webhook_thread.enter(_cluster(metrics)), options, metrics)
+            metrics.certificate_expiry.set_function(lambda: webhook.expires_at)
         health = await deadline_thread.run(
             serve_health, options.liveness_port, heartbeats, is_ready=lambda: webhook is None or webhook.is_serving
         )
@@ -158,7 +160,16 @@ def _lease(deadline_cluster: Cluster, options: Options, heartbeats: Heartbeats) 
     )
 
 
-def _webhook(cluster: Cluster, options: Options) -> Webhook:
+def _cluster(metrics: OperatorMetrics) -> Cluster:
+    """Return a connection whose requests are measured."""
+    cluster = Cluster()
+    cluster.on_response = lambda method, status, seconds: metrics.api_requests.labels(
+        method=method, code=str(status)
+    ).observe(seconds)
+    return cluster
+
+
+def _webhook(cluster: Cluster, options: Options, metrics: OperatorMetrics) -> Webhook:
     return Webhook(
         cluster,
         Nodes(cluster),
@@ -170,6 +181,7 @@ def _webhook(cluster: Cluster, options: Options) -> Webhook:
         default_image=options.default_image,
         allowed_privileges=options.installation.allowed_privileges,
         operator_class=options.installation.operator_class,
+        on_review=lambda verdict, seconds: metrics.webhook_reviews.labels(verdict=verdict).observe(seconds),
     )
 
 
@@ -212,6 +224,8 @@ async def _lead(
         is_leading = cluster.may_write = lambda: leadership.lease.is_held
         work_queue = WorkQueue()
         cache = cluster.cache = watches.build_cache(options.namespaces, work_queue.enqueue)
+        for kind in {store.kind for store in cache.stores if store.expires}:
+            metrics.watch_age.labels(kind=kind).set_function(partial(cache.age_of, kind))
         budget = options.installation.gpu_budget
         observer = ClusterObserver(
             cluster,

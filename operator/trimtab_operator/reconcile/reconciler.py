@@ -174,6 +174,9 @@ class Reconciler:
         snapshot = await self.observer.observe(
             loop.key, loop.state, loop.engines, loop.routers, allow_stale_engine_status=is_urgent
         )
+        for seen in snapshot.engines.values():
+            if seen.ready and seen.problem is not None:
+                self.executor.metrics.poll_failures.labels(reason=seen.problem_reason.value).inc()
         if idle is not None and idle.has_ended(snapshot):
             async with self._plan_limiter.acquire(Slot(loop.slot.urgent)):
                 loop.state = await asyncio.to_thread(replay_idle_period, idle, loop.state)

@@ -200,7 +200,7 @@ async def test_worst_bodies_do_not_block_event_loop(kind: str) -> None:
         text = await answer.text()
         await asyncio.sleep(0.1)
         beating.cancel()
-    assert max(gaps) < 1.0
+    assert max(gaps) < 2.0  # half of the deadline; the client of this test runs in the same loop
     assert len(text) < 64_000
     if answer.status == 200:
         assert not json.loads(text)["response"]["allowed"]
