@@ -8,7 +8,7 @@ from trimtab_engine.core.execution import InFlightStep, PreparedStep
 from trimtab_engine.messages.requests import AddRequest, StepStats
 from trimtab_engine.messages.state_stream import CoreReport, Dispatch
 from trimtab_engine.scheduling.batch import Batch
-from trimtab_engine.scheduling.request import Request
+from trimtab_engine.scheduling.request import Request, RequestStatus
 from trimtab_engine.scheduling.scheduler import Scheduler
 from trimtab_engine.state_stream.cache_ledger import CacheLedger
 from trimtab_engine.state_stream.step_time_fit import StepTimeFit
@@ -33,6 +33,8 @@ class StreamReporter:
         self._num_bytes = self._num_tokens = 0.0
         self._prefill_share = 0.0
         self._context_tokens = 0
+        self._num_cached: dict[Request, int] = {}
+        """Cached prompt tokens of waiting requests, as of their arrival."""
         self._computes_prompts = False
         """True if the newest step computes prompts: some may be unfinished."""
 
@@ -54,7 +56,9 @@ class StreamReporter:
             self._num_bytes = decay * self._num_bytes + cuts.num_bytes
             self._num_tokens = decay * self._num_tokens + request.num_prompt_tokens
         if self._scheduler.policy.enable_prefix_caching:
-            self._ledger.add(request, cuts.keys, cuts.ends)
+            num_cached = self._ledger.add(request, cuts.keys, cuts.ends)
+            if num_cached:
+                self._num_cached[request] = num_cached
 
     def scheduled(self, batch: Batch) -> None:
         """Note a step that was just scheduled."""
@@ -94,7 +98,7 @@ class StreamReporter:
     def _load(self, stats: StepStats, in_flight: Sequence[InFlightStep], now: float) -> Load:
         blocks, policy = self._scheduler.blocks, self._scheduler.policy
         tokens_per_block = blocks.block_size / len(blocks.attention_windows)
-        prefill_tokens = stats.num_waiting_tokens
+        prefill_tokens = max(0, stats.num_waiting_tokens - self._num_cached_tokens())
         if self._computes_prompts:
             prefill_tokens += sum(
                 request.num_prompt_tokens - request.num_computed_tokens
@@ -116,6 +120,13 @@ class StreamReporter:
             bytes_per_token=self._num_bytes / self._num_tokens if self._num_tokens else 0.0,
             adapters=self._adapter_names(),
         )
+
+    def _num_cached_tokens(self) -> int:
+        """Return the prompt tokens of waiting requests that need not be computed."""
+        admitted = [request for request in self._num_cached if request.status is not RequestStatus.WAITING]
+        for request in admitted:
+            del self._num_cached[request]
+        return sum(self._num_cached.values())
 
     def _seconds_left(self, in_flight: Sequence[InFlightStep], now: float) -> float:
         """Return the predicted time until all steps in flight have completed."""

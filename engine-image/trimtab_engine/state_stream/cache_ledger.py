@@ -61,8 +61,9 @@ class CacheLedger:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, keys: Sequence[int], ends: Sequence[int]) -> None:
-        """Watch the blocks of a request's prompt.
+    def add(self, request: Request, keys: Sequence[int], ends: Sequence[int]) -> int:
+        """Watch the blocks of a request's prompt. Return how many of its leading tokens are cached now, as far as keys
+        show it.
 
         Args:
             request: The request; its tokens are known, its block hashes need not be.
@@ -72,7 +73,7 @@ class CacheLedger:
         block_size = self._blocks.block_size
         last = min(ends[-1], request.num_prompt_tokens) // block_size if ends else 0
         contents = self._blocks.lookup_keys(request, last)
-        entries, first, begin = self._entries, 0, 0
+        entries, first, begin, num_cached = self._entries, 0, 0, 0
         for place, end in enumerate(ends):
             num_blocks = min(end // block_size, last)
             if num_blocks <= begin:
@@ -84,9 +85,12 @@ class CacheLedger:
                     self._watch(key, span)
                 else:
                     entries.move_to_end(key)
+                    if not entry.num_missing and num_cached == begin * block_size:
+                        num_cached = num_blocks * block_size
             first, begin = place + 1, num_blocks
         while len(entries) > self._max_keys:
             self._forget(next(iter(entries)))
+        return num_cached
 
     def _watch(self, key: int, span: tuple[bytes, ...]) -> None:
         if key in self._entries:  # its tokens are others now: an adapter was loaded again under its name

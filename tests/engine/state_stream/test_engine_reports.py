@@ -172,6 +172,20 @@ def test_load_counts_waiting_running_and_uncomputed_tokens(model: Path) -> None:
     assert (load.running, load.waiting, load.prefill_tokens, load.context_tokens, load.step_seconds) == (0, 0, 0, 0, 0)
 
 
+def test_cached_tokens_of_waiting_requests_are_no_load(model: Path) -> None:
+    router = Router(make_engine(model, max_num_seqs=1, max_num_seqs_cap=1))
+    router.engine.add(make_request("first", range(60)))
+    router.run()
+    router.engine.add(make_request("running", [1] * 20, 30))
+    router.engine.add(make_request("waiting", range(70)))
+    for _ in range(4):
+        router.step()
+    assert (router.load.running, router.load.waiting) == (1, 1)
+    assert router.load.prefill_tokens == 70 - 56  # seven of its blocks are cached
+    router.run()
+    assert router.load.prefill_tokens == 0
+
+
 def test_step_times_are_fitted_and_reported(model: Path) -> None:
     router = Router(make_engine(model))
     found = []
