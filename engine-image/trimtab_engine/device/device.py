@@ -4,7 +4,6 @@ The CPU is a device like any other. Its size is `--device-memory-bytes`, else th
 of the machine's memory (host_memory.py).
 """
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -24,8 +23,8 @@ from trimtab_engine.device.host_memory import (
 )
 from trimtab_engine.device.mapped_range import CudaMemory, open_cuda_memory
 from trimtab_engine.errors import ConfigError
+from trimtab_engine.ipc.malloc import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, set_option, trim
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 LOADING_MMAP_THRESHOLD_BYTES = 1 << 20
 """While weights load, every larger allocation is its own mapping, so that temporary copies really go back."""
 SERVING_MMAP_THRESHOLD_BYTES = 32 << 20
@@ -116,7 +115,7 @@ class Device:
         if self.kind == "cpu":
             with count_allocations() as growth:
                 yield growth
-            _trim()  # the counter's own objects lie between the allocations
+            trim()  # the counter's own objects lie between the allocations
             return
         growth = Growth()
         torch.cuda.synchronize()
@@ -137,16 +136,16 @@ class Device:
     def before_weights(self) -> None:
         """Set the allocator up for loading."""
         if self.kind == "cpu":
-            _mallopt(M_MMAP_THRESHOLD, LOADING_MMAP_THRESHOLD_BYTES)
+            set_option(M_MMAP_THRESHOLD, LOADING_MMAP_THRESHOLD_BYTES)
 
     def after_weights(self) -> None:
         """Give back what loading left, and set the allocator up for serving."""
         if self.kind == "cuda":
             torch.cuda.empty_cache()
             return
-        _mallopt(M_MMAP_THRESHOLD, SERVING_MMAP_THRESHOLD_BYTES)
-        _mallopt(M_TRIM_THRESHOLD, SERVING_TRIM_THRESHOLD_BYTES)
-        _trim()
+        set_option(M_MMAP_THRESHOLD, SERVING_MMAP_THRESHOLD_BYTES)
+        set_option(M_TRIM_THRESHOLD, SERVING_TRIM_THRESHOLD_BYTES)
+        trim()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -156,17 +155,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
-
-
-def _mallopt(option: int, value: int) -> None:
-    """Call glibc's mallopt. Other C libraries lack it; only speed and memory use depend on it."""
-    function = getattr(ctypes.CDLL(None), "mallopt", None)
-    if function is not None:
-        function(option, value)
-
-
-def _trim() -> None:
-    """Give the heap's free pages back to the kernel, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -26,6 +26,7 @@ from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.engine_client.scaling import CoreScaling
+from trimtab_engine.ipc.malloc import set_up_for_requests
 from trimtab_engine.ipc.open_files import raise_open_file_limit
 from trimtab_engine.ipc.process_exit import EXIT_INTERRUPTED
 from trimtab_engine.ipc.shared_secret import SharedSecret
@@ -63,6 +64,7 @@ def run_server(config: EngineConfig, options: ServerOptions, listen: Listen, shu
     Raises:
         ConfigError: A port cannot be bound.
     """
+    set_up_for_requests()
     open_files = raise_open_file_limit()
     if open_files < config.max_num_seqs_cap + SPARE_FILES:
         logger.warning(

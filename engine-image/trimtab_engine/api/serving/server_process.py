@@ -38,6 +38,7 @@ from trimtab_engine.api.serving.server_messages import (
 from trimtab_engine.config.engine import set_log_level
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.ipc.malloc import set_up_for_requests
 from trimtab_engine.ipc.parent_death import exit_with_parent
 from trimtab_engine.ipc.process_exit import exit_process
 from trimtab_engine.ipc.shared_secret import SharedSecret
@@ -190,6 +191,7 @@ class ServerProcess:
 def main() -> int:
     """Read Start from the link, whose file descriptor is the argument, then serve. Return the exit code."""
     exit_with_parent()
+    set_up_for_requests()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole process group; the first process controls the shutdown
