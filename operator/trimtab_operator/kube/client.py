@@ -38,7 +38,7 @@ from trimtab_operator.builders.labels import (
     router_name_of,
 )
 from trimtab_operator.errors import MisconfiguredOperator, NameTaken, NotLeading, NotYet
-from trimtab_operator.kube.http import JSON, ApiHttp, parse_json
+from trimtab_operator.kube.http import JSON, ApiHttp, OnResponse, ignore_response, parse_json
 from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.kube.rbac import MissingPermission, missing_permission
 from trimtab_operator.layout import layout_of
@@ -135,7 +135,7 @@ class Cluster:
     def __init__(self) -> None:
         self.cache: Cache | None = None
         self.may_write: Callable[[], bool] = lambda: True
-        self.on_response: Callable[[str, int, float], None] = lambda _method, _status, _seconds: None
+        self.on_response: OnResponse = ignore_response
         self._stack = AsyncExitStack()
         self._gate = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
         self._api: ApiHttp | None = None

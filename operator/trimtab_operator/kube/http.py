@@ -26,6 +26,14 @@ BUFFER_BYTES = 2**21  # a line of a watch may be long
 JSON = "application/json"
 
 
+OnResponse = Callable[[str, int, float, str | None], None]
+"""Receives the method, the status, the seconds and the Date header of a response."""
+
+
+def ignore_response(_method: str, _status: int, _seconds: float, _date: str | None) -> None:
+    """Do nothing."""
+
+
 class ApiHttp:
     """Connection pool of one API server, as an async context manager."""
 
@@ -34,8 +42,7 @@ class ApiHttp:
         self._host = str(configuration.host).rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._request_options: dict[str, Any] = {}
-        self.on_response: Callable[[str, int, float], None] = lambda _method, _status, _seconds: None
-        """Receives the method, status and seconds of each response."""
+        self.on_response: OnResponse = ignore_response
 
     async def __aenter__(self) -> ApiHttp:
         rest: Any = kubernetes.aio.client.rest.RESTClientObject(self._configuration)  # reads certificates
@@ -91,7 +98,7 @@ class ApiHttp:
             timeout=timeout,
             **self._request_options,
         )
-        self.on_response(method, response.status, time.monotonic() - began)
+        self.on_response(method, response.status, time.monotonic() - began, response.headers.get("Date"))
         if 200 <= response.status <= 299:
             return response
         text = await response.text(errors="replace")

@@ -175,6 +175,11 @@ class OperatorMetrics:
             "Unix time at which the webhook's certificate expires",
             registry=self.registry,
         )
+        self.clock_skew = Gauge(
+            "trimtab_operator_clock_skew_seconds",
+            "Time by which the node's clock is ahead of the API server's; the operator uses the API server's",
+            registry=self.registry,
+        )
         build = Gauge("trimtab_operator_build_info", "1, with the version", ["version"], registry=self.registry)
         build.labels(version=version("trimtab")).set(1)
         ProcessCollector(registry=self.registry)

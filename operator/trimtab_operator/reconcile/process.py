@@ -27,6 +27,7 @@ from trimtab_operator.kube.client import API_ERRORS, Cluster
 from trimtab_operator.kube.informer_cache import Cache
 from trimtab_operator.kube.leader_election import CONNECTION_ERRORS, LeaderLease
 from trimtab_operator.kube.nodes import Nodes
+from trimtab_operator.kube.server_clock import ServerClock
 from trimtab_operator.kube.webhook import Webhook
 from trimtab_operator.reconcile.executor import Executor
 from trimtab_operator.reconcile.gc_tuning import collect_garbage_when_idle
@@ -78,7 +79,9 @@ async def run_operator(options: Options) -> int:
     heartbeats = Heartbeats(max_age_seconds=max(MAX_TICK_AGE_SECONDS, 4 * options.tick_seconds))
     metrics = OperatorMetrics()
     async with AsyncExitStack() as stack:
-        cluster = await stack.enter_async_context(_cluster(metrics))
+        clock = ServerClock()
+        metrics.clock_skew.set_function(lambda: clock.skew_seconds)
+        cluster = await stack.enter_async_context(_cluster(metrics, clock))
         deadline_thread = await stack.enter_async_context(LoopThread("deadline"))
         deadline_cluster = await deadline_thread.enter(_cluster(metrics))
         webhook_thread = await stack.enter_async_context(LoopThread("webhook"))
@@ -100,7 +103,7 @@ async def run_operator(options: Options) -> int:
             background.append(webhook_thread.run(webhook.maintain))
         async with _BackgroundTasks(background):
             leadership = Leadership(deadline_thread, _lease(deadline_cluster, options, heartbeats))
-            code = await _lead(cluster, leadership, options, heartbeats, metrics, stop)
+            code = await _lead(cluster, leadership, options, heartbeats, metrics, clock, stop)
             if webhook is not None:
                 await webhook_thread.run(webhook.withdraw)
             return code
@@ -160,12 +163,16 @@ def _lease(deadline_cluster: Cluster, options: Options, heartbeats: Heartbeats) 
     )
 
 
-def _cluster(metrics: OperatorMetrics) -> Cluster:
-    """Return a connection whose requests are measured."""
+def _cluster(metrics: OperatorMetrics, clock: ServerClock | None = None) -> Cluster:
+    """Return a connection whose requests are measured, and whose answers set `clock`."""
+
+    def on_response(method: str, status: int, seconds: float, date: str | None) -> None:
+        metrics.api_requests.labels(method=method, code=str(status)).observe(seconds)
+        if clock is not None:
+            clock.observe(date)
+
     cluster = Cluster()
-    cluster.on_response = lambda method, status, seconds: metrics.api_requests.labels(
-        method=method, code=str(status)
-    ).observe(seconds)
+    cluster.on_response = on_response
     return cluster
 
 
@@ -209,6 +216,7 @@ async def _lead(
     options: Options,
     heartbeats: Heartbeats,
     metrics: OperatorMetrics,
+    clock: ServerClock,
     stop: asyncio.Event,
 ) -> int:
     """Wait for the Lease, run while it is held, then release it."""
@@ -233,11 +241,12 @@ async def _lead(
             secret[SECRET_KEY],
             options.default_image,
             options.tick_seconds,
+            clock,
             former_secret=secret.get(FORMER_KEY) or None,
             installation=options.installation,
             prometheus=None
             if options.prometheus is None
-            else await stack.enter_async_context(Prometheus(options.prometheus)),
+            else await stack.enter_async_context(Prometheus(options.prometheus, clock=clock)),
             cache=cache,
             gpu_claims=None if budget is None else GpuClaims(budget, work_queue.enqueue, cache),
         )
