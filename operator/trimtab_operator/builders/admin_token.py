@@ -44,6 +44,19 @@ def token_hash(token: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenHashes:
+    """Hashes of an engine's tokens: of the admin API, and of the state stream for routers."""
+
+    admin: str
+    state: str
+
+    @classmethod
+    def of(cls, token: str) -> TokenHashes:
+        """Return the hashes of a resource's admin token and of the state token that is derived from it."""
+        return cls(token_hash(token), token_hash(state_token(token)))
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Admin tokens of one resource: `present` for new pods, `former` for pods from before a rotation of the secret."""
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from decimal import Decimal
 
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.download import SWITCH, download_flags, pinned_uri
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, RENDEZVOUS_PORT
 from trimtab_operator.builders.model_volume import mounted_path
@@ -17,6 +18,7 @@ from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculativ
 
 MASTER_ADDR_FLAG = "--master-addr"
 TOKEN_FLAG = "--admin-token-sha256"  # noqa: S105 - the name of a flag
+STATE_TOKEN_FLAG = "--state-token-sha256"  # noqa: S105 - the name of a flag
 
 
 def model_path(deployment: InferenceDeployment) -> str:
@@ -32,7 +34,7 @@ def served_name(spec: Spec) -> str:
     return spec.model.name_for_clients
 
 
-def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> list[str]:
+def engine_args(deployment: InferenceDeployment, *, token_hashes: TokenHashes) -> list[str]:
     """Return the arguments of `trimtab-engine`, one flag per item."""
     spec = deployment.spec
     flags: dict[str, object | None] = {
@@ -41,7 +43,8 @@ def engine_args(deployment: InferenceDeployment, *, admin_token_sha256: str) -> 
         "--device": spec.runtime.device,
         "--port": HTTP_PORT,
         "--admin-port": ADMIN_PORT,
-        TOKEN_FLAG: admin_token_sha256,
+        TOKEN_FLAG: token_hashes.admin,
+        STATE_TOKEN_FLAG: token_hashes.state,
         "--max-model-len": spec.engine.max_model_len,
         "--block-size": spec.engine.block_size,
         "--kv-cache-dtype": spec.engine.kv_cache_dtype,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.download import cache_claim, cache_volumes, download_env, secret_volumes
 from trimtab_operator.builders.engine_args import engine_args
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, account_name
@@ -25,7 +26,7 @@ SERVING_FIELDS = ("ports", "startupProbe", "readinessProbe", "livenessProbe")
 STARTUP_PERIOD_SECONDS = 2
 
 
-def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dict[str, Any]:
+def pod_spec(deployment: InferenceDeployment, *, token_hashes: TokenHashes) -> dict[str, Any]:
     """Return the pod spec of a group's leader, before the user's overlay."""
     return {
         "serviceAccountName": account_name(deployment),
@@ -39,7 +40,7 @@ def pod_spec(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dic
             "seccompProfile": {"type": "RuntimeDefault"},
             **_group_of_cache(deployment),
         },
-        "containers": [_main(deployment, admin_token_sha256)],
+        "containers": [_main(deployment, token_hashes)],
         "volumes": _volumes(deployment),
     }
 
@@ -74,13 +75,13 @@ def stop_seconds(drain_seconds: float) -> float:
     return PRE_STOP_SECONDS + drain_seconds
 
 
-def _main(deployment: InferenceDeployment, admin_token_sha256: str) -> dict[str, Any]:
+def _main(deployment: InferenceDeployment, token_hashes: TokenHashes) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": deployment.image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["trimtab-engine"],
-        "args": engine_args(deployment, admin_token_sha256=admin_token_sha256),
+        "args": engine_args(deployment, token_hashes=token_hashes),
         "env": [
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - the only folder in the pod that can be written
             *download_env(deployment.spec),

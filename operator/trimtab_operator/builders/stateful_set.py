@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.engine_args import group_flags
 from trimtab_operator.builders.labels import (
     DEPLOYMENT_LABEL,
@@ -31,11 +32,11 @@ REVISION_LENGTH = 10  # hex digits: 40 bits distinguish the few revisions of one
 NO_RECORDS: Mapping[str, Record] = {}
 
 
-def pod_template(deployment: InferenceDeployment, *, admin_token_sha256: str) -> dict[str, Any]:
+def pod_template(deployment: InferenceDeployment, *, token_hashes: TokenHashes) -> dict[str, Any]:
     """Return the leader's pod template, shared by all groups. Labels and flags of a group are added later."""
     rendered = {
         "metadata": {"labels": common_labels(deployment)},
-        "spec": pod_spec(deployment, admin_token_sha256=admin_token_sha256),
+        "spec": pod_spec(deployment, token_hashes=token_hashes),
     }
     made = apply_overlay(rendered, deployment)
     if deployment.restarted_at is not None:
@@ -77,7 +78,7 @@ class Rendered:
 
 
 def rendered(
-    deployment: InferenceDeployment, *, admin_token_sha256: str, records: Mapping[str, Record] = NO_RECORDS
+    deployment: InferenceDeployment, *, token_hashes: TokenHashes, records: Mapping[str, Record] = NO_RECORDS
 ) -> Rendered:
     """Return the rendered resource: with the recorded pod template for its spec if there is one, else a new template.
 
@@ -85,7 +86,7 @@ def rendered(
     """
     asked = asked_of(deployment)
     record = records.get(asked)
-    template = pod_template(deployment, admin_token_sha256=admin_token_sha256) if record is None else record.template
+    template = pod_template(deployment, token_hashes=token_hashes) if record is None else record.template
     return Rendered(deployment, template, revision_of(template), asked, record is not None)
 
 

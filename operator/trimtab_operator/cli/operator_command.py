@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trimtab_operator.builders.account import service_account
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.rendezvous_secret import rendezvous_secret
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
@@ -350,7 +351,7 @@ def render(
 
 
 def _manifests(deployment: InferenceDeployment) -> list[dict[str, Any]]:
-    wanted = rendered(deployment, admin_token_sha256=UNKNOWN_TOKEN_HASH)
+    wanted = rendered(deployment, token_hashes=TokenHashes(UNKNOWN_TOKEN_HASH, UNKNOWN_TOKEN_HASH))
     router = deployment.spec.active_router
     found = [service_account(deployment), client_service(deployment, to_router=router is not None)]
     if router is not None:

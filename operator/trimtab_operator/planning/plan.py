@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from trimtab_operator.builders.account import service_account
-from trimtab_operator.builders.admin_token import token_hash
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.record import records_of
 from trimtab_operator.builders.stateful_set import Rendered, rendered
 from trimtab_operator.layout.node_gpus import too_few_gpus
@@ -381,7 +381,7 @@ def status_inputs_after_error(
     status_inputs = cluster_status_inputs(snapshot, recall(snapshot, state))
     if snapshot.parse_errors:
         return replace(status_inputs, problem=problem)
-    wanted = rendered(snapshot.deployment, admin_token_sha256=token_hash(snapshot.token), records=records)
+    wanted = rendered(snapshot.deployment, token_hashes=TokenHashes.of(snapshot.token), records=records)
     return replace(status_inputs, revision=wanted.revision, problem=problem)
 
 

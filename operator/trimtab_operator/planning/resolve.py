@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from trimtab_operator.builders.admin_token import token_hash
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.record import Record, asked_of, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
 from trimtab_operator.layout.node_gpus import gpu_for
@@ -85,9 +85,9 @@ def resolve(snapshot: ClusterSnapshot, state: ReconcilerState) -> Resolution | U
     if snapshot.parse_errors or (errors and not _is_already_running(snapshot, known, rollout, records, errors)):
         return UnresolvedSpec(snapshot, known, errors)
     snapshot, known, reading = _read_model(snapshot, known)
-    token_sha256 = token_hash(snapshot.token)
-    wanted = rendered(snapshot.deployment, admin_token_sha256=token_sha256, records=records)
-    known_good = render_known_good(rollout, wanted, admin_token_sha256=token_sha256, records=records)
+    token_hashes = TokenHashes.of(snapshot.token)
+    wanted = rendered(snapshot.deployment, token_hashes=token_hashes, records=records)
+    known_good = render_known_good(rollout, wanted, token_hashes=token_hashes, records=records)
     gate = _start_gate(snapshot, known, wanted, known_good)
     if gate.validation_errors:
         return UnresolvedSpec(snapshot, known, gate.validation_errors, gate.validation_errors, reading)
@@ -177,4 +177,4 @@ def _start_gate(
 def _has_older_pods(snapshot: ClusterSnapshot, known: RecalledState, wanted: Rendered) -> bool:
     """Return True if this operator would now render other pods for the same spec."""
     today = with_model_facts(snapshot.deployment, known.observed)
-    return wanted.is_recorded and wanted.template != pod_template(today, admin_token_sha256=token_hash(snapshot.token))
+    return wanted.is_recorded and wanted.template != pod_template(today, token_hashes=TokenHashes.of(snapshot.token))

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
@@ -256,7 +257,7 @@ def plan_surge(
 
 
 def render_known_good(
-    state: RolloutState, wanted: Rendered, *, admin_token_sha256: str, records: Mapping[str, Record] = NO_RECORDS
+    state: RolloutState, wanted: Rendered, *, token_hashes: TokenHashes, records: Mapping[str, Record] = NO_RECORDS
 ) -> Rendered | None:
     """Render the last known-good revision; None if there is none. Usually this is `wanted`."""
     if state.known_good is None:
@@ -264,7 +265,7 @@ def render_known_good(
     if state.known_good == revision_spec_of(wanted.deployment):
         return wanted
     known_good = known_good_deployment(wanted.deployment, state.known_good)
-    return None if known_good is None else rendered(known_good, admin_token_sha256=admin_token_sha256, records=records)
+    return None if known_good is None else rendered(known_good, token_hashes=token_hashes, records=records)
 
 
 def revision_spec_of(deployment: InferenceDeployment) -> RevisionSpec:

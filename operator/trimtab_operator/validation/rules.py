@@ -370,6 +370,7 @@ OPERATOR_FLAGS = (
     "--port",
     "--admin-port",
     "--admin-token-sha256",
+    "--state-token-sha256",
     # Addresses and ranks within a replica: derived from the layout, different for each pod.
     "--nnodes",
     "--node-rank",

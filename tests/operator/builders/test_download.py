@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.engine_args import engine_args, model_path
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.stateful_set import rendered
 from trimtab_operator.resource.spec import InferenceDeployment
 
 COMMIT = "c" * 40
+HASHES = TokenHashes("h", "i")
 
 
 def a_deployment(uri: str = "hf://Qwen/Qwen3-8B", *, template: Any = None, **model: Any) -> InferenceDeployment:
@@ -26,7 +28,7 @@ def pinned(deployment: InferenceDeployment) -> InferenceDeployment:
 
 
 def pod_of(deployment: InferenceDeployment) -> dict[str, Any]:
-    found: dict[str, Any] = rendered(deployment, admin_token_sha256="h").template["spec"]
+    found: dict[str, Any] = rendered(deployment, token_hashes=HASHES).template["spec"]
     return found
 
 
@@ -58,12 +60,12 @@ def test_replicas_are_told_the_commit_once_it_is_known(uri: str, revision: str |
 
 
 def test_model_revision_is_read_from_template() -> None:
-    assert rendered(pinned(a_deployment()), admin_token_sha256="h").model_revision == COMMIT
-    assert rendered(a_deployment("file:///m/x"), admin_token_sha256="h").model_revision is None
+    assert rendered(pinned(a_deployment()), token_hashes=HASHES).model_revision == COMMIT
+    assert rendered(a_deployment("file:///m/x"), token_hashes=HASHES).model_revision is None
 
 
 def test_clients_call_it_by_its_name_without_organisation_and_revision() -> None:
-    assert "--served-model-name=Qwen3-8B" in engine_args(a_deployment("hf://Qwen/Qwen3-8B@v1"), admin_token_sha256="h")
+    assert "--served-model-name=Qwen3-8B" in engine_args(a_deployment("hf://Qwen/Qwen3-8B@v1"), token_hashes=HASHES)
 
 
 def test_cache_without_claim_is_bounded_empty_dir() -> None:
@@ -110,9 +112,9 @@ def test_the_token_is_a_file_of_the_engine_and_of_the_reader(of: Any) -> None:
 def test_a_bucket_and_a_tag_are_pinned_as_a_branch_is(uri: str, pin: str | None, told: str) -> None:
     deployment = replace(a_deployment(uri), commit=pin)
     assert model_path(deployment) == told
-    assert rendered(deployment, admin_token_sha256="h").model_revision == pin
+    assert rendered(deployment, token_hashes=HASHES).model_revision == pin
     if uri != "s3://models/a@b":
-        assert "--served-model-name=name" in engine_args(deployment, admin_token_sha256="h")
+        assert "--served-model-name=name" in engine_args(deployment, token_hashes=HASHES)
 
 
 def variables(pod: dict[str, Any]) -> dict[str, Any]:

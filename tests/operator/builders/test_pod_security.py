@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from operator_builders import a_deployment
 from pod_security import violations
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 
-HASH = "0" * 64
+HASHES = TokenHashes("0" * 64, "f" * 64)
 SPECS: list[dict[str, Any]] = [
     {},
     {"runtime": {"device": "cuda", "image": "e"}},
@@ -33,7 +34,7 @@ SPECS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("spec", SPECS, ids=["cpu", "cuda", "several-pods", "claim", "overlay"])
 def test_the_restricted_profile_admits_engines_and_the_reader_of_their_model(spec: dict[str, Any]) -> None:
     deployment = a_deployment(**spec)
-    wanted = rendered(deployment, admin_token_sha256=HASH)
+    wanted = rendered(deployment, token_hashes=HASHES)
     assert violations(leader_stateful_set(wanted, 0, address="10.0.0.1")["spec"]["template"]) == []
     assert violations(worker_stateful_set(wanted, 0, address="10.0.0.1")["spec"]["template"]) == []
     assert violations(facts_job(deployment, {})["spec"]["template"]) == []
@@ -55,7 +56,7 @@ def test_the_restricted_profile_admits_engines_and_the_reader_of_their_model(spe
     ],
 )
 def test_the_checker_sees_what_the_profile_forbids(path: tuple[str | int, ...], value: object) -> None:
-    template = leader_stateful_set(rendered(a_deployment(), admin_token_sha256=HASH), 0)["spec"]["template"]
+    template = leader_stateful_set(rendered(a_deployment(), token_hashes=HASHES), 0)["spec"]["template"]
     template = copy.deepcopy(template)
     place: Any = template["spec"]
     for step in path[:-1]:

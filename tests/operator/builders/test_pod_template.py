@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from operator_builders import a_deployment
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.pod import worker_pod_spec
 from trimtab_operator.builders.service import client_service, rendezvous_service
 from trimtab_operator.builders.stateful_set import (
@@ -16,11 +17,11 @@ from trimtab_operator.builders.stateful_set import (
     worker_stateful_set,
 )
 
-HASH = "b" * 64
+HASHES = TokenHashes("b" * 64, "f" * 64)
 
 
 def a_template(**spec: Any) -> dict[str, Any]:
-    return pod_template(a_deployment(**spec), admin_token_sha256=HASH)
+    return pod_template(a_deployment(**spec), token_hashes=HASHES)
 
 
 def args(**spec: Any) -> list[str]:
@@ -36,7 +37,7 @@ def test_equal_specs_give_equal_manifests() -> None:
 
 def test_tuned_values_never_enter_the_template() -> None:
     tuned = a_deployment(status={"tuning": {"applied": {"max_num_seqs": "7"}}})
-    assert pod_template(tuned, admin_token_sha256=HASH) == a_template()
+    assert pod_template(tuned, token_hashes=HASHES) == a_template()
 
 
 def test_a_number_of_replicas_rolls_nothing() -> None:
@@ -145,7 +146,7 @@ def test_a_worker_hears_of_its_end_no_sooner_than_the_leader() -> None:
 
 def test_no_controller_replaces_pods_by_itself() -> None:
     """Which may go is the operator's to say; and some versions of Kubernetes never replace a broken one."""
-    made = leader_stateful_set(rendered(a_deployment(), admin_token_sha256="0" * 64), 0)
+    made = leader_stateful_set(rendered(a_deployment(), token_hashes=TokenHashes("0" * 64, "0" * 64)), 0)
     assert made["spec"]["updateStrategy"] == {"type": "OnDelete"}
 
 
@@ -175,7 +176,7 @@ def test_the_overlay_is_laid_over_and_leaves_our_labels_alone() -> None:
 def test_services_select_leaders_only() -> None:
     deployment = a_deployment()
     selector = client_service(deployment)["spec"]["selector"]
-    wanted = rendered(deployment, admin_token_sha256=HASH)
+    wanted = rendered(deployment, token_hashes=HASHES)
     labels = leader_stateful_set(wanted, 0)["spec"]["template"]["metadata"]["labels"]
     assert selector.items() <= labels.items()
     assert selector["trimtab.dev/role"] == "leader"
@@ -207,7 +208,7 @@ def test_shared_memory_grows_with_the_ranks_of_a_pod(parallelism: dict[str, int]
 
 
 def both_sets(**spec: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    wanted = rendered(a_deployment(**spec), admin_token_sha256=HASH)
+    wanted = rendered(a_deployment(**spec), token_hashes=HASHES)
     return (
         leader_stateful_set(wanted, 0, address="10.0.0.1"),
         worker_stateful_set(wanted, 0, address="10.0.0.1"),

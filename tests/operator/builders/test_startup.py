@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from operator_builders import a_deployment
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.pod import pod_spec
 from trimtab_operator.builders.startup import (
     MAX_START_TIMEOUT_SECONDS,
@@ -26,7 +27,7 @@ def a_start(gigabytes: float | None = None, **rollout: Any) -> InferenceDeployme
 
 def probe_of(deployment: InferenceDeployment) -> float:
     """Return the seconds after which the startup probe fails."""
-    (main,) = pod_spec(deployment, admin_token_sha256="0" * 64)["containers"]
+    (main,) = pod_spec(deployment, token_hashes=TokenHashes("0" * 64, "0" * 64))["containers"]
     return float(main["startupProbe"]["failureThreshold"] * main["startupProbe"]["periodSeconds"])
 
 

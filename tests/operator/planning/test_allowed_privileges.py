@@ -9,6 +9,7 @@ import pytest
 from operator_builders import a_deployment, a_resource, a_spec
 from operator_cluster import FakeCluster
 from pod_security import violations
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
 from trimtab_operator.planning.admission import review, validation_messages
@@ -77,7 +78,7 @@ def test_all_privileges_allow_nothing_else(overlay: dict[str, Any], field: str) 
 def test_allowed_privileges_apply_to_engine_pods_only() -> None:
     overlay = {**OVERLAYS["hostNetwork"], **OVERLAYS["hostIPC"], **OVERLAYS["IPC_LOCK"]}
     deployment = replace(a_deployment(template={"spec": overlay}), allowed_privileges=frozenset(PRIVILEGES))
-    wanted = rendered(deployment, admin_token_sha256="0" * 64)
+    wanted = rendered(deployment, token_hashes=TokenHashes("0" * 64, "0" * 64))
     for made in (leader_stateful_set(wanted, 0), worker_stateful_set(wanted, 0, address="10.0.0.1")):
         pod = made["spec"]["template"]["spec"]
         assert (pod["hostNetwork"], pod["hostIPC"]) == (True, True)

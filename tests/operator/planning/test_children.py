@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from operator_builders import a_deployment, a_spec
 from operator_cluster import FakeCluster
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, common_labels, group_selector
 from trimtab_operator.builders.rendezvous_secret import rendezvous_secret, rendezvous_volume
 from trimtab_operator.builders.service import rendezvous_service
@@ -24,7 +25,7 @@ from trimtab_operator.observed.groups import ObservedChildren, groups_of, is_pod
 from trimtab_operator.planning.children import plan_children, plan_tuning_state
 from trimtab_operator.rollout.group_assignment import allowed_down, assign_revisions
 
-HASH = "a" * 64
+HASHES = TokenHashes("a" * 64, "f" * 64)
 
 
 def a_settled_cluster(**spec: Any) -> FakeCluster:
@@ -464,7 +465,7 @@ def test_workers_without_leader_are_deleted() -> None:
 
 def test_backed_off_group_has_no_pods_until_retry() -> None:
     cluster = a_settled_cluster(parallelism=THREE)
-    wanted = rendered(cluster.deployment, admin_token_sha256=HASH)
+    wanted = rendered(cluster.deployment, token_hashes=HASHES)
     for held, pods in (
         (Held("note", has_pods=False), 0),
         (Held("note", has_pods=True), 3),

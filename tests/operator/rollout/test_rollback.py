@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from operator_builders import MODEL_FACTS
 from operator_builders import a_deployment as deployment_of
 from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
-from trimtab_operator.builders.admin_token import token_hash
+from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.stateful_set import rendered
 from trimtab_operator.observed.actions import Apply
 from trimtab_operator.observed.groups import ObservedChildren
@@ -48,7 +48,7 @@ def a_deployment(*, args: tuple[str, ...] = (), replicas: int = 2, **spec: Any) 
 
 
 def render(deployment: InferenceDeployment) -> str:
-    return rendered(deployment, admin_token_sha256=token_hash(TOKEN)).revision
+    return rendered(deployment, token_hashes=TokenHashes.of(TOKEN)).revision
 
 
 class RolloutCluster(FakeCluster):

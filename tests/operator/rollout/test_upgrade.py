@@ -9,7 +9,7 @@ import pytest
 from operator_builders import a_deployment, a_spec
 from operator_cluster import SECRET, FakeCluster
 from trimtab_operator.builders import pod
-from trimtab_operator.builders.admin_token import Tokens, token_hash
+from trimtab_operator.builders.admin_token import TokenHashes, Tokens, token_hash
 from trimtab_operator.builders.labels import REVISION_LABEL
 from trimtab_operator.builders.record import RECORD_ANNOTATION, asked_of
 from trimtab_operator.builders.stateful_set import pod_template
@@ -225,7 +225,7 @@ NO_CHANGES: tuple[dict[str, Any], ...] = (
 
 def test_pod_changes_change_the_record_key() -> None:
     made = [a_deployment(**change) for change in CHANGES]
-    templates = [json.dumps(pod_template(one, admin_token_sha256="h"), sort_keys=True) for one in made]
+    templates = [json.dumps(pod_template(one, token_hashes=TokenHashes("h", "h")), sort_keys=True) for one in made]
     assert len(set(templates)) == len(CHANGES)
     assert len({asked_of(one) for one in made}) == len(CHANGES)
 
