@@ -173,6 +173,13 @@ class Registry:
             known.dispatched(number, request, now)
         return number
 
+    def best_core(self, replica: str, request: RoutedRequest) -> int | None:
+        """Return the value of X-data-parallel-rank for a request that is sent to the replica. None: send no such
+        header.
+        """
+        known = self._replicas.get(replica)
+        return None if known is None else known.best_core(request.keys)
+
     def first_byte(self, replica: str, number: int) -> None:
         """Note that the answer to a dispatch has begun: its prompt is computed."""
         known = self._replicas.get(replica)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -191,6 +191,22 @@ class Replica:
         if age > FORGET_SECONDS:
             self._forget_reports()
 
+    def best_core(self, keys: Sequence[int]) -> int | None:
+        """Return the data-parallel core that has cached most of the leading keys, if it can run a request at once.
+
+        None leaves the choice to the replica: it has one core, or none of its cores has any of the keys.
+        """
+        if len(self._cores) < 2 or not keys:
+            return None
+        counts = {number: _num_leading(keys, core.keys or ()) for number, core in self._cores.items()}
+        most = max(counts.values())
+        if not most:
+            return None
+        holders = [number for number, count in counts.items() if count == most]
+        best = min(holders, key=lambda number: self._cores[number].load.running)
+        load = self._cores[best].load
+        return best if not load.waiting and load.running < load.slots else None
+
     def close(self) -> None:
         """Remove the replica's keys from the index."""
         self._index.clear(self.state.index)
@@ -287,6 +303,10 @@ class Replica:
         state.adapters = frozenset[str]().union(*(load.adapters[:MAX_ADAPTERS] for load in loads))
         ratios = [ratio for load in loads if (ratio := _bounded(load.bytes_per_token, float(CUT_BYTES))) > 0]
         self.bytes_per_token = sum(ratios) / len(ratios) if ratios else 0.0
+
+
+def _num_leading(keys: Sequence[int], held: Collection[int]) -> int:
+    return next((place for place, key in enumerate(keys) if key not in held), len(keys))
 
 
 def _mean(values: list[int]) -> int:

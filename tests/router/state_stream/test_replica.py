@@ -207,3 +207,26 @@ def test_number_of_keys_of_a_lying_engine_is_bounded(monkeypatch: pytest.MonkeyP
     connect(replica, Snapshot(0, 0, Load(), pack_keys(range(100))))
     replica.receive(Delta(1, 0, added=pack_keys(range(200, 300))), 0.0)
     assert replica._index.num_keys(0) == 10
+
+
+def test_best_core_holds_most_leading_keys_and_has_a_slot() -> None:
+    replica = make_replica()
+    free = Load(slots=4)
+    connect(
+        replica,
+        Snapshot(0, 0, free, pack_keys([1, 3])),
+        Snapshot(0, 1, free, pack_keys([1, 2])),
+        Snapshot(0, 2, Load(running=1, slots=4), pack_keys([1, 2])),
+    )
+    assert replica.best_core((1, 2, 3)) == 1
+    assert replica.best_core((1, 3)) == 0
+    assert replica.best_core((7,)) is None
+    assert replica.best_core(()) is None
+    replica.receive(Delta(1, 0, load=Load(waiting=1, slots=4)), 0.0)
+    assert replica.best_core((1, 3)) is None
+
+
+def test_replica_with_one_core_has_no_best_core() -> None:
+    replica = make_replica()
+    connect(replica, Snapshot(0, 0, Load(slots=4), pack_keys([1])))
+    assert replica.best_core((1,)) is None
