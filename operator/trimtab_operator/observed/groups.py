@@ -25,6 +25,14 @@ class MissingPods:
     read_at: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StartError:
+    """Reason and message of an Event that says why a pod is not created or does not start."""
+
+    reason: str
+    message: str
+
+
 @dataclass(frozen=True)
 class ObservedChildren:
     """The children of one resource as returned by the API server; all are owned by the resource.
@@ -47,6 +55,10 @@ class ObservedChildren:
     """Ordinals of groups whose pods do not share one engine (observed/shared_engine.py)."""
     missing: Mapping[str, MissingPods] = field(default_factory=dict)
     """Missing pods by the name of their group (observed/missing_pods.py)."""
+    start_errors: Mapping[str, StartError] = field(default_factory=dict)
+    """Causes of Jobs and pods that do not start, by name (observed/start_errors.py)."""
+    new_start_errors: Mapping[str, StartError] = field(default_factory=dict)
+    """Those that were not known in the last iteration."""
     router_pods: tuple[Manifest, ...] = ()
 
     def of(self, kind: str) -> tuple[Manifest, ...]:
@@ -80,6 +92,7 @@ class Group:
     worker_set: Manifest | None = None
     is_split: bool = False
     missing: MissingPods | None = None
+    start_errors: Mapping[str, StartError] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -155,7 +168,8 @@ def _groups_of(observed: ObservedChildren) -> tuple[Group, ...]:
             pods = sorted((pod for pod in observed.pods if ordinal_of(pod) == ordinal), key=_pod_sort_key)
             missing = observed.missing.get(str(stateful_set["metadata"]["name"]))
             is_split = ordinal in observed.split_groups
-            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), is_split, missing))
+            errors = observed.start_errors
+            found.append(Group(ordinal, stateful_set, tuple(pods), workers.get(ordinal), is_split, missing, errors))
     return tuple(sorted(found, key=lambda group: group.ordinal))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ from trimtab_operator.observed.gang_backoff import gang_backoff_of
 from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.missing_pods import missing_pods_message
 from trimtab_operator.observed.pods import node_of, unschedulable_message
+from trimtab_operator.observed.start_errors import STARTING_REASONS
 from trimtab_operator.observed.terminations import CRASH_LOOP, termination_message
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.parameters import Value
 
+ENGINE = "the engine"
 DOWNLOAD = "download"  # load stage in which the engine downloads its model
 
 
@@ -59,8 +61,14 @@ def phase_of(group: Group, view: EngineView) -> tuple[str, str | None]:
         return "Loading", None
     if group.missing is not None and group.missing.error:
         return "Pending", missing_pods_message(group)
-    message = _first(group, unschedulable_message) or _first(group, waiting_reason)
+    message = _first(group, unschedulable_message) or _first(group, lambda pod: _start_error(group, pod))
+    message = message or _first(group, waiting_reason)
     return "Pending", message or (missing_pods_message(group) if is_missing else None)
+
+
+def _start_error(group: Group, pod: Manifest) -> str | None:
+    error = group.start_errors.get(pod["metadata"]["name"])
+    return None if error is None else error.message
 
 
 def _first(group: Group, describe: Callable[[Manifest], str | None]) -> str | None:
@@ -75,22 +83,36 @@ def _first(group: Group, describe: Callable[[Manifest], str | None]) -> str | No
 def pod_failure_message(pod: Manifest) -> str | None:
     """Return why a pod keeps failing, or None if it does not.
 
-    Covers crash loops, images that cannot be pulled, and pods that the kubelet evicted or rejected.
+    Covers containers that crash, and those that wait for anything but their start, such as an image that cannot be
+    pulled, in init containers and sidecars as well; and pods that the kubelet evicted or rejected.
     """
     rejection = _kubelet_rejection(pod)
     if rejection is not None:
         return rejection
-    for container in _container_statuses(pod):
-        waiting = (container.get("state") or {}).get("waiting") or {}
-        reason = str(waiting.get("reason", ""))
+    for container, whose in _named_containers(pod):
+        state = container.get("state") or {}
+        waiting = state.get("waiting") or {}
+        reason = str(waiting.get("reason") or "")
         if reason == CRASH_LOOP:
-            return f"the engine is in a crash loop: {termination_message(container)}"
-        if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError"):
-            return f"{reason}: {waiting.get('message', '')}".rstrip(": ")
-        terminated = (container.get("state") or {}).get("terminated") or {}
+            return f"{whose} is in a crash loop: {termination_message(container)}"
+        if reason not in STARTING_REASONS:
+            what = "" if whose == ENGINE else f"{whose}: "
+            return f"{what}{reason}: {waiting.get('message') or ''}".rstrip(": ")
+        terminated = state.get("terminated") or {}
         if terminated and terminated.get("exitCode") not in (0, None):
-            return f"the engine terminated: {termination_message(container)}"
+            return f"{whose} terminated: {termination_message(container)}"
     return None
+
+
+def _named_containers(pod: Manifest) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the status of each container and what to call it, the engine first."""
+    status = pod.get("status") or {}
+    containers = status.get("containerStatuses") or []
+    for container in sorted(containers, key=lambda one: one.get("name", CONTAINER) != CONTAINER):
+        is_engine = container.get("name", CONTAINER) == CONTAINER
+        yield container, ENGINE if is_engine else f"container {container['name']}"
+    for container in status.get("initContainerStatuses") or []:
+        yield container, f"init container {container.get('name')}"
 
 
 def _kubelet_rejection(pod: Manifest) -> str | None:

@@ -189,10 +189,19 @@ def facts_state(deployment: InferenceDeployment, observed: ObservedChildren) -> 
     stuck = None if pod is None else pod_failure_message(pod)
     if stuck is not None or failure is not None:
         return ModelUnreadable(stuck or (failure.message if failure is not None else ""))
-    waits = None if pod is None else unschedulable_message(pod)
-    return ModelBeingRead(
-        "the model's layers and sizes are being read" + (f"; the pod is unschedulable: {waits}" if waits else "")
-    )
+    return ModelBeingRead(f"the model's layers and sizes are being read{_reading_obstacle(job, pod, observed)}")
+
+
+def _reading_obstacle(job: Manifest | None, pod: Manifest | None, observed: ObservedChildren) -> str:
+    """Return why the Job's pod does not run, as the rest of a sentence; empty if nothing is known."""
+    waiting_for = None if pod is None else unschedulable_message(pod)
+    if waiting_for is not None:
+        return f"; the pod is unschedulable: {waiting_for}"
+    for waiting, what in ((pod, "does not start"), (job, "is not created")):
+        error = None if waiting is None else observed.start_errors.get(waiting["metadata"]["name"])
+        if error is not None:
+            return f"; the pod {what}: {error.message}"
+    return ""
 
 
 def cached_facts(deployment: InferenceDeployment, config_map: Manifest | None) -> ModelFacts | None:

@@ -16,6 +16,7 @@ from trimtab_operator.observed.engines import EngineObservation, EngineTarget, M
 from trimtab_operator.observed.groups import ObservedChildren
 from trimtab_operator.observed.missing_pods import needs_creation_error
 from trimtab_operator.observed.router import RouterReport
+from trimtab_operator.observed.start_errors import needs_start_errors
 from trimtab_operator.planning.gpu_budget import GpuClaim
 from trimtab_operator.planning.state import RecalledState, ReconcilerState, recall_state
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
@@ -51,7 +52,7 @@ class ClusterSnapshot:
     partly_placed: tuple[Age, ...] | None = None
     """Partly scheduled groups of all resources; None if not read or not permitted."""
     failed_creations: tuple[Manifest, ...] | None = None
-    """Events about pods that the API server did not create; None if not read."""
+    """Events about pods that were not created or do not start; None if not read."""
     tick_seconds: float = 15.0
     installation: Installation = field(default_factory=Installation)
     former_token: str | None = field(default=None, repr=False)
@@ -94,7 +95,8 @@ def plan_extra_reads(
     return ExtraReads(
         nodes_fresh_seconds=_nodes_fresh_seconds(deployment, children),
         partly_placed=any(is_partly_placed(group) for group in known.groups),
-        failed_creations=any(needs_creation_error(missing, now=now) for missing in known.state.missing.values()),
+        failed_creations=any(needs_creation_error(missing, now=now) for missing in known.state.missing.values())
+        or needs_start_errors(known.observed, known.state.start_errors, now=now),
         engines=engine_targets(known),
         metrics=metrics_settings(deployment),
     )

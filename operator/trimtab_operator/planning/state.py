@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from trimtab_operator.layout.degrees import Degrees
 from trimtab_operator.observed.engines import EngineObservation
-from trimtab_operator.observed.groups import Group, MissingPods, ObservedChildren, groups_of
-from trimtab_operator.observed.missing_pods import find_missing_pods, with_creation_errors
+from trimtab_operator.observed.groups import Group, MissingPods, ObservedChildren, StartError, groups_of
+from trimtab_operator.observed.missing_pods import FAILED_CREATE, find_missing_pods, with_creation_errors
 from trimtab_operator.observed.phases import is_placed
 from trimtab_operator.observed.shared_engine import Incarnation, split_groups, update_incarnations
+from trimtab_operator.observed.start_errors import StartErrors, update_start_errors
 from trimtab_operator.planning.apply_backoff import RepeatedApply
 from trimtab_operator.planning.router import IdleWatch
 from trimtab_operator.planning.scheduling_policy import SchedulingSetting
@@ -44,6 +45,8 @@ class ReconcilerState:
     """Scheduling policy last sent to engines, whether or not they applied it."""
     repeated_applies: Mapping[str, RepeatedApply] = field(default_factory=dict)
     """Children that differ again after each apply, by kind and name."""
+    start_errors: StartErrors = field(default_factory=StartErrors)
+    """Causes of pods that do not start."""
     rejected_group: str | None = None
     """Why the API server rejected the creation of a replica in the last iteration; None if it did not."""
     max_placed: int = 0
@@ -75,17 +78,36 @@ def recall_state(
 ) -> RecalledState:
     """Join the children observed at `now` (Unix time) with the remembered state.
 
-    `refused_creations` are the Events about pods that the API server did not create; None if they were not read.
+    `failed_creations` are the Events about pods that were not created or do not start; None if they were not read.
     """
     groups = groups_of(children)
     incarnations = update_incarnations(groups, state.incarnations, now=now)
     missing = find_missing_pods(groups, state.missing, now=now)
     if failed_creations is not None:
         missing = with_creation_errors(groups, missing, failed_creations, now=now)
-    observed = replace(children, split_groups=split_groups(groups, incarnations), missing=missing)
+    errors = update_start_errors(children, state.start_errors, failed_creations, now=now)
+    observed = replace(
+        children,
+        split_groups=split_groups(groups, incarnations),
+        missing=missing,
+        start_errors=errors.found,
+        new_start_errors=_new_errors(errors, missing, state),
+    )
     max_placed = max(sum(map(is_placed, groups)), min(state.max_placed, len(groups)))
-    kept = replace(state, incarnations=incarnations, missing=missing, max_placed=max_placed)
+    kept = replace(state, incarnations=incarnations, missing=missing, start_errors=errors, max_placed=max_placed)
     return RecalledState(observed, groups_of(observed), kept)
+
+
+def _new_errors(
+    errors: StartErrors, missing: Mapping[str, MissingPods], state: ReconcilerState
+) -> dict[str, StartError]:
+    """Return the causes, with those of missing pods, that were not known in the last iteration."""
+    found = {name: error for name, error in errors.found.items() if state.start_errors.found.get(name) != error}
+    for name, now in missing.items():
+        before = state.missing.get(name)
+        if now.error and (before is None or before.error != now.error):
+            found[name] = StartError(FAILED_CREATE, now.error)
+    return found
 
 
 def with_reported_layouts(

@@ -23,8 +23,8 @@ from trimtab_operator.kube.client import API_ERRORS, Cluster, is_forbidden
 from trimtab_operator.kube.informer_cache import Cache, Owner
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.observed.groups import groups_of, is_terminating
-from trimtab_operator.observed.missing_pods import FAILED_CREATE
 from trimtab_operator.observed.router import RouterReport, router_targets
+from trimtab_operator.observed.start_errors import START_REASONS
 from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
 from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.gpu_claims import GpuClaims
@@ -272,12 +272,13 @@ class ClusterObserver:
         return ages_of_partly_placed(sets, pods)
 
     async def _failed_creations(self, namespace: str) -> tuple[Manifest, ...]:
-        """Return the Events of StatefulSets whose pods the API server rejects. Empty if the operator has no
-        permission to list Events.
+        """Return the Events about pods that are not created or do not start. Empty if the operator has no permission to
+        list Events.
         """
-        fields = f"involvedObject.kind=StatefulSet,reason={FAILED_CREATE}"
+        fields = [f"reason={reason}" for reason in START_REASONS]
         try:
-            return tuple(await self.cluster.list("Event", namespace, fields=fields))
+            found = await asyncio.gather(*(self.cluster.list("Event", namespace, fields=each) for each in fields))
+            return tuple(event for events in found for event in events)
         except API_ERRORS as error:
             if not is_forbidden(error):
                 raise

@@ -91,6 +91,9 @@ def plan_pod_lifecycle(
     )
     events = [_warning("NodeLost", f"deleted {found.name}: {found.reason}", found.uid) for found in lost]
     events += [_warning("GroupRestarted", f"{found.name}: {found.reason}", found.uid) for found in together]
+    events += [
+        _warning(error.reason, f"{name}: {error.message}", name) for name, error in observed.new_start_errors.items()
+    ]
     for group in groups if change_id is not None else ():  # the StatefulSets' replica counts implement it
         backoff, before = kept.get(group.ordinal), gang_backoff_of(group)
         if backoff is not None and (before is None or before.count != backoff.count):

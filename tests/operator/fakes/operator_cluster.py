@@ -595,8 +595,8 @@ class FakeCluster:
         self, kind: str, _namespace: str | None, *, selector: str | None = None, fields: str | None = None
     ) -> list[Manifest]:
         if kind == "Event":
-            assert fields == "involvedObject.kind=StatefulSet,reason=FailedCreate"
-            return list(self.creation_failures)
+            reason = str(fields).removeprefix("reason=")
+            return [event for event in self.creation_failures if event.get("reason", "FailedCreate") == reason]
         if kind == "Node":
             return list(self._nodes())
         children = self.children()
