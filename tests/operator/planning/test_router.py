@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from operator_cluster import FakeCluster
+from operator_cluster import TOKEN, FakeCluster
 from pod_security import violations
+from trimtab_operator.builders.admin_token import state_token, token_hash
 from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, ROUTER_ADMIN_PORT
 from trimtab_operator.observed.router import RouterReport
 from trimtab_operator.resource.installation import (
@@ -227,6 +228,11 @@ def test_router_token_differs_from_engine_token() -> None:
     engine, router = hashes("StatefulSet", "m-g0"), hashes("Deployment", "m-router")
     assert len(engine) == len(router) == 1
     assert engine != router
+
+
+def test_engines_know_the_hash_of_the_routers_state_token() -> None:
+    (container,) = make_cluster().objects["StatefulSet", "m-g0"]["spec"]["template"]["spec"]["containers"]
+    assert f"--state-token-sha256={token_hash(state_token(TOKEN))}" in container["args"]
 
 
 def test_engine_ports_open_to_router() -> None:
