@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.json_flags import read_json_object
+from trimtab_engine.config.sampling_defaults import EXAMPLE, OVERRIDE_FLAG, SamplingDefaults, read_sampling_defaults
 from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import check_profiler_dir
 from trimtab_engine.errors import ConfigError, ModelError, NotSupportedError
@@ -43,6 +45,9 @@ examples:
     trimtab-engine serve --config serve.yaml --port 9000"""
 JINJA_MARKS = ("{{", "{%", "{#")
 LOOPBACK = "127.0.0.1"
+API_KEY_VARIABLE = "VLLM_API_KEY"
+
+logger = logging.getLogger("trimtab_engine.api")
 
 
 def add_to(commands: Any) -> None:
@@ -111,7 +116,7 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
 
     options = ServerOptions(
         served_model_names=names,
-        api_keys=tuple(arguments.api_key or ()),
+        api_keys=api_keys(arguments),
         admin_token_sha256=arguments.admin_token_sha256,
         state_token_sha256=arguments.state_token_sha256,
         max_logprobs=arguments.max_logprobs,
@@ -129,6 +134,11 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
         media_sources=media_sources(arguments),
         allow_runtime_lora_updating=config.adapters is not None and config.adapters.is_updatable,
         downloaded=downloaded,
+        sampling_defaults=sampling_defaults(arguments, config.model),
+        allowed_origins=tuple(arguments.allowed_origins),
+        allowed_methods=tuple(arguments.allowed_methods),
+        allowed_headers=tuple(arguments.allowed_headers),
+        allow_credentials=arguments.allow_credentials,
     )
     host = arguments.host or any_address()
     admin_host = host if arguments.admin_token_sha256 else LOOPBACK
@@ -141,6 +151,46 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
 def _served_config(arguments: argparse.Namespace) -> EngineConfig:
     """Return the engine core's configuration for a server."""
     return msgspec.structs.replace(engine_config(arguments), api_server_count=arguments.api_server_count)
+
+
+def sampling_defaults(arguments: argparse.Namespace, model: str) -> SamplingDefaults:
+    """Return the sampling defaults, and log them: they change the answers of requests that set no parameters.
+
+    Raises:
+        ConfigError: A file or value is invalid.
+    """
+    text = arguments.override_generation_config
+    override = {} if text is None else read_json_object(OVERRIDE_FLAG, text, EXAMPLE)
+    found = read_sampling_defaults(Path(model), arguments.generation_config, override)
+    if found.values:
+        shown = ", ".join(f"{name} {value:g}" for name, value in found.values.items())
+        logger.info("sampling defaults of the model: %s (--generation-config vllm: none)", shown)
+    return found
+
+
+def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the API keys of the command line, the key file and the environment. Those of the command line are visible
+    to all users of the machine.
+
+    Raises:
+        ConfigError: The file cannot be read or has no key.
+    """
+    keys = list(arguments.api_key or ())
+    if arguments.api_key_file is not None:
+        try:
+            lines = Path(arguments.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+            raise ConfigError(
+                f"--api-key-file: {arguments.api_key_file} cannot be read ({reason}); give a file with one key per line"
+            ) from None
+        stored = [line.strip() for line in lines if line.strip()]
+        if not stored:
+            raise ConfigError(f"--api-key-file: {arguments.api_key_file} has no key; write one per line")
+        keys += stored
+    if os.environ.get(API_KEY_VARIABLE):
+        keys.append(os.environ[API_KEY_VARIABLE])
+    return tuple(dict.fromkeys(keys))
 
 
 def tool_call_parser(arguments: argparse.Namespace) -> str | None:
@@ -210,6 +260,11 @@ def _check_paths_and_ports(arguments: argparse.Namespace, config: EngineConfig) 
     check_is_there(Path(config.model))
     if config.speculative is not None and config.speculative.model is not None:
         _check_draft_model(config.speculative.model)
+    if arguments.allow_credentials and "*" in arguments.allowed_origins:
+        raise ConfigError(
+            """--allow-credentials: browsers reject it for any origin (*); name them: --allowed-origins """
+            """'["https://chat.example"]'"""
+        )
     if arguments.port == arguments.admin_port != 0:
         raise ConfigError(f"--admin-port: equals --port ({arguments.port}); set another port")
     if arguments.state_token_sha256 and not arguments.admin_token_sha256:

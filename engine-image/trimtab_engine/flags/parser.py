@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args
 
@@ -250,6 +250,21 @@ def buckets(text: str) -> dict[str, list[float]]:
         if not values or not all(map(math.isfinite, values)) or sorted(set(values)) != values:
             raise argparse.ArgumentTypeError(f"{name}: {given[name]} is not an increasing list of numbers")
     return bounds
+
+
+def text_list(flag: str) -> Callable[[str], list[str]]:
+    """Return the type of a flag whose value is a JSON list of texts."""
+
+    def read(text: str) -> list[str]:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise argparse.ArgumentTypeError(f'must be a JSON list of texts ({text[:100]}); write {flag} \'["*"]\'')
+        return value
+
+    return read
 
 
 def sha256(text: str) -> str:

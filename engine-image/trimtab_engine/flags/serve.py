@@ -53,6 +53,38 @@ def _add_server_flags(group: Any) -> None:
         help="API key(s) required by all routes but probes and metrics (default: none)",
     )
     group.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="file with API keys, one per line; keys are also read from the environment variable VLLM_API_KEY",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        type=types.text_list("--allowed-origins"),
+        default=["*"],
+        metavar="JSON",
+        help='origins of web pages that may call the API (CORS): ["https://chat.example"]; [] for none '
+        '(default: ["*"], any)',
+    )
+    group.add_argument(
+        "--allowed-methods",
+        type=types.text_list("--allowed-methods"),
+        default=["*"],
+        metavar="JSON",
+        help='HTTP methods that such pages may use (default: ["*"], any)',
+    )
+    group.add_argument(
+        "--allowed-headers",
+        type=types.text_list("--allowed-headers"),
+        default=["*"],
+        metavar="JSON",
+        help='request headers that such pages may send (default: ["*"], any)',
+    )
+    group.add_argument(
+        "--allow-credentials",
+        action="store_true",
+        help="let browsers send credentials of their users; requires origins by name in --allowed-origins",
+    )
+    group.add_argument(
         "--api-key-for-metrics", action="store_true", help="require the API key for /metrics and /load too"
     )
     group.add_argument(
@@ -73,6 +105,19 @@ def _add_server_flags(group: Any) -> None:
         "--reasoning-parser",
         metavar="NAME",
         help="reasoning format of the model; responses get the field reasoning: deepseek_r1, openai_gptoss or qwen3",
+    )
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        metavar="SOURCE",
+        help="source of sampling defaults for requests that do not set them: auto (the model's "
+        "generation_config.json), vllm (none), or a folder or file (default: auto)",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        metavar="JSON",
+        help='sampling defaults that replace those of the file: {"temperature": 0.6, "top_p": 0.9, "top_k": 20, '
+        '"min_p": 0, "repetition_penalty": 1, "max_new_tokens": 4096}',
     )
     group.add_argument(
         "--max-logprobs",

@@ -105,7 +105,7 @@ REJECTED_SWITCHES: dict[str, str] = {
     'use --limit-mm-per-prompt \'{"image": 0, "video": 0}\'': "--language-model-only",
     "use --mm-processor-cache-gb 0": "--disable-mm-preprocessor-cache",
     "remove it": (
-        "--grpc --allow-credentials --trust-request-chat-template --trust-request-mm-kwargs "
+        "--grpc --trust-request-chat-template --trust-request-mm-kwargs "
         "--return-tokens-as-token-ids --exclude-tools-when-tool-choice-none --enable-per-request-metrics "
         "--enable-force-include-usage --enable-tokenizer-info-endpoint --enable-log-outputs --tokens-only "
         "--enable-scale-out --enable-ssl-refresh --enable-return-routed-experts --return-sampling-mask "
@@ -136,8 +136,8 @@ REJECTED_VALUES: dict[str, str] = {
     "use --revision": "--code-revision --tokenizer-revision",
     "use a reverse proxy for TLS": ("--ssl-certfile --ssl-keyfile --ssl-ca-certs --ssl-cert-reqs=0 --ssl-ciphers"),
     "remove it": (
-        "--grpc-port --hf-overrides={} --generation-config=vllm --override-generation-config={} --allowed-origins "
-        "--allowed-methods --allowed-headers --chat-template-content-format=auto --default-chat-template-kwargs={} "
+        "--grpc-port --hf-overrides={} "
+        "--chat-template-content-format=auto --default-chat-template-kwargs={} "
         "--response-role=assistant --tool-parser-plugin --tool-strict-level=auto --tool-server "
         "--sse-keep-alive-interval=0 --cohere-format --anthropic-disabled-thinking-effort=auto "
         "--fingerprint-mode=none --fingerprint-value --data-parallel-supervisor-port --dp-supervisor-probe-interval-s "

@@ -22,7 +22,12 @@ from trimtab_engine.sources.fetch import Fetched
 OFFLINE_LIMITS = {"cpu": (256, 4096), "cuda": (256, 8192), "large": (1024, 16384)}
 """Default max_num_seqs and max_num_batched_tokens by device class: larger than a server's, because latency does not
 matter."""
-ENGINE_FLAGS_AMONG_THEM = ("--disable-log-stats", "--max-logprobs")
+ENGINE_FLAGS_AMONG_THEM = (
+    "--disable-log-stats",
+    "--max-logprobs",
+    "--generation-config",
+    "--override-generation-config",
+)
 
 
 class _KeywordParser(OneLineParser):

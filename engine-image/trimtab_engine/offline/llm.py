@@ -4,6 +4,7 @@ The same scheduler, model and sampler as in the server; no HTTP and no second pr
 `trimtab-engine serve`. Not thread-safe.
 """
 
+import argparse
 import gc
 import itertools
 import logging
@@ -15,6 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from trimtab_engine.config.engine import EngineConfig, set_core_environment
+from trimtab_engine.config.json_flags import read_json_object
+from trimtab_engine.config.sampling_defaults import (
+    EXAMPLE,
+    NO_DEFAULTS,
+    OVERRIDE_FLAG,
+    SamplingDefaults,
+    read_sampling_defaults,
+)
 from trimtab_engine.device.host_memory import with_device_memory
 from trimtab_engine.device.profiler import Profiler
 from trimtab_engine.errors import ConfigError, EngineDead, InvalidRequest
@@ -57,6 +66,7 @@ class LLM:
     def __init__(self, model: str, *, on_step: OnStep | None = None, **keywords: Any) -> None:
         config, arguments, self._fetched = read_keywords(model, keywords)
         self._max_logprobs: int = arguments.max_logprobs
+        self._sampling_defaults = _read_defaults(arguments, config.model)
         self._log_stats = keywords.get("disable_log_stats", True) is False
         self._start(config, on_step)
 
@@ -65,6 +75,7 @@ class LLM:
         """Return an LLM with an existing configuration."""
         llm = cls.__new__(cls)
         llm._max_logprobs, llm._log_stats, llm._fetched = MAX_LOGPROBS, False, None
+        llm._sampling_defaults = NO_DEFAULTS
         llm._start(config, on_step)
         return llm
 
@@ -106,7 +117,7 @@ class LLM:
         lora_request: AdapterRequests = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts and return outputs in order. SamplingParams and adapters are one for all prompts, or
-        one per prompt; adapters are loaded at first use.
+        one per prompt; adapters are loaded at first use. Without SamplingParams the model's own defaults apply.
 
         Ctrl-C stops between two steps, frees all resources and raises KeyboardInterrupt; the LLM stays usable.
 
@@ -117,7 +128,9 @@ class LLM:
         if self.ready.tasks.no_generation:
             raise InvalidRequest(f"this LLM does not generate text: {self.ready.tasks.no_generation}")
         every = list_prompts(prompts)
-        params = expand_params(SamplingParams() if sampling_params is None else sampling_params, len(every))
+        params = expand_params(
+            self.get_default_sampling_params() if sampling_params is None else sampling_params, len(every)
+        )
         adapters = self._adapters.names_of(lora_request, len(every))
         pending = [self._make_prompt_request(*each) for each in zip(every, params, adapters, strict=True)]
         self._run(pending, show_progress=use_tqdm)
@@ -164,6 +177,13 @@ class LLM:
         pending = [self._make_embedding_request(prompt, of) for prompt, of in zip(every, params, strict=True)]
         self._run(pending, show_progress=use_tqdm)
         return [one.output() for one in pending]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return SamplingParams with the model's sampling defaults, to start from."""
+        values = self._sampling_defaults.values
+        if "max_new_tokens" in values:
+            values["max_tokens"] = values.pop("max_new_tokens")
+        return SamplingParams(**values)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded at first use."""
@@ -339,6 +359,13 @@ class LLM:
                 if one.finished:
                     complete.append(one)
         return complete
+
+
+def _read_defaults(arguments: argparse.Namespace, model: str) -> SamplingDefaults:
+    """Return the model's sampling defaults. Raises ConfigError for invalid ones."""
+    text = arguments.override_generation_config
+    override = {} if text is None else read_json_object(OVERRIDE_FLAG, text, EXAMPLE)
+    return read_sampling_defaults(Path(model), arguments.generation_config, override)
 
 
 def _log_progress(stage: str, percent: float) -> None:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
 from trimtab_engine.errors import InvalidRequest, ModelError
-from trimtab_engine.text.chat_template import ChatTemplate, ChatTemplates
+from trimtab_engine.text.chat_template import ChatTemplate, ChatTemplates, ContentForm
 from trimtab_engine.text.gguf_tokenizer import read_gguf_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -54,6 +54,7 @@ class Tokenizer:
         self._special_ids = {token.content: token_id for token_id, token in added if token.special}
         self.special_ids = frozenset(self._special_ids.values())
         self._compiled: dict[str, ChatTemplate] = {}
+        self._content_forms: dict[str, dict[str, ContentForm]] = {}
         is_byte_level = isinstance(self.fast.decoder, ByteLevel)
         self._is_byte_level = is_byte_level
         self._token_bytes: dict[int, bytes] = {}
@@ -105,7 +106,12 @@ class Tokenizer:
             self._compiled[text] = ChatTemplate(
                 text, self.chat_templates.special_tokens, self.chat_templates.name(with_tools=False)
             )
-        return self._compiled[text].render(messages, add_generation_prompt=add_generation_prompt)
+        template = self._compiled[text]
+        if text not in self._content_forms:
+            self._content_forms[text] = template.content_forms()
+        forms = self._content_forms[text]
+        shown = [_in_form(message, forms.get(message.get("role", ""), "text")) for message in messages]
+        return template.render(shown, add_generation_prompt=add_generation_prompt)
 
     def token_text(self, token_id: int) -> str:
         """Return one token's isolated text; bytes of an incomplete character become U+FFFD."""
@@ -336,6 +342,18 @@ def _single_gguf_file(folder: Path) -> Path | None:
         return None
     files = [file for file in folder.glob("*.gguf") if LATER_PART.search(file.name) is None]
     return files[0] if len(files) == 1 else None
+
+
+def _in_form(message: Mapping[str, Any], form: ContentForm) -> Mapping[str, Any]:
+    """Return the message with the content that a template renders: text parts joined by line breaks for templates that
+    take text only, a text as a part for those that take parts only. Images and videos need parts.
+    """
+    content = message.get("content")
+    if form == "parts" and isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if form == "text" and isinstance(content, list) and all(part.get("type") == "text" for part in content):
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    return message
 
 
 def well_formed(text: str) -> str:

@@ -61,7 +61,7 @@ def read_json(path: Path, *, required: bool = True) -> Mapping[str, Any]:
     """A JSON object from a file; {} when it is absent and not required. Raises ModelError."""
     try:
         value = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if required:
             raise ModelError(f"model {path.parent}: no {path.name} in it") from None
         return {}

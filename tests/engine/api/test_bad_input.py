@@ -56,7 +56,6 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"temperature": float("inf")}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
         ({"top_p": 1.01}, "top_p"),
         ({"top_p": float("nan")}, "top_p"),
         ({"top_k": -2}, "top_k"),

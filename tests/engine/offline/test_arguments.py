@@ -34,7 +34,6 @@ def test_switch_accepts_true_false_and_default(value: bool | None, expected: boo
     [
         ({"compilation_config": {"level": 1}}, "compilation_config: level 1 .* is torch.compile, which is not"),
         ({"compilation_config": object()}, "compilation_config must be a JSON object"),
-        ({"trust_remote_code": True}, "model repositories is never executed"),
         ({"max_num_seq": 4}, "did you mean max_num_seqs"),
         ({"port": 8000}, "port is a server flag"),
         ({"admin_port": 8001}, "admin_port is a server flag"),

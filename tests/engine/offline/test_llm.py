@@ -121,6 +121,38 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert several[0].outputs[0].token_ids == output.outputs[0].token_ids
 
 
+def test_chat_joins_text_parts_for_a_template_of_texts(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "A "}, {"type": "text", "text": "B"}]
+    (output,) = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+    assert output.prompt == "A \nB"
+
+
+def test_chat_passes_parts_to_a_template_of_parts(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    parts = [{"type": "text", "text": "A "}, {"type": "text", "text": "B"}]
+    with LLM(str(tmp_path), **TINY) as llm:
+        for content in (parts, "A B"):
+            (output,) = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
+            assert output.prompt == "A B"
+
+
+def test_model_s_sampling_defaults_apply_without_params(tiny_model: Path, tmp_path: Path) -> None:
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "max_new_tokens": 3}))
+    with LLM(str(tmp_path), override_generation_config={"top_p": 0.5}, **TINY) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.top_p, params.max_tokens) == (0.0, 0.5, 3)
+        first, second = (llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
+        assert first == second
+        assert len(first) <= 3
+    with LLM(str(tmp_path), generation_config="vllm", **TINY) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
 def test_preempted_prompts_yield_the_same_output(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     alone = llm.generate("q", params, use_tqdm=False)[0].outputs[0].token_ids

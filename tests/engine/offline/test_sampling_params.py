@@ -32,7 +32,7 @@ def test_integers_are_accepted_for_floats(tokenizer: Tokenizer) -> None:
     ("values", "named"),
     [
         ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"n": 0}, "n"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),

@@ -191,7 +191,8 @@ def build_plan(
         )
     check_returned_ids(body, prompts)
     _check_reported(body, prompts, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-    rooms = [_max_new_tokens(serving, body, prompt, max_tokens) for prompt in prompts]
+    most = state.options.sampling_defaults.max_new_tokens
+    rooms = [_max_new_tokens(serving, body, prompt, max_tokens, most) for prompt in prompts]
     special_stop = serving.tokenizer.special_stop_tokens(body.stop_strings, vocab_size)
     sampling = [
         body.sampling(
@@ -201,6 +202,7 @@ def build_plan(
             index=index,
             restrictions=restrictions,
             special_stop=special_stop,
+            defaults=state.options.sampling_defaults,
         )
         for room in rooms
         for index in range(body.n)
@@ -286,8 +288,10 @@ def pinned_rank(state: ServerState, request: Request) -> int | None:
     return int(text)
 
 
-def _max_new_tokens(serving: Serving, body: GenerationRequest, prompt: list[int], max_tokens: int | None) -> int:
-    """Return the number of tokens that can be generated after this prompt.
+def _max_new_tokens(
+    serving: Serving, body: GenerationRequest, prompt: list[int], max_tokens: int | None, most: int | None
+) -> int:
+    """Return the number of tokens that can be generated after this prompt, `most` at most.
 
     Raises:
         ApiError: 400 if the requested tokens do not fit.
@@ -308,6 +312,7 @@ def _max_new_tokens(serving: Serving, body: GenerationRequest, prompt: list[int]
             "max_tokens",
         )
     room = limit - num_ids if max_tokens is None else max(max_tokens, 1)
+    room = room if most is None else min(room, most)
     if body.min_tokens > room:
         raise invalid(f"min_tokens is {body.min_tokens}, but only {room} tokens can be generated", "min_tokens")
     return room

@@ -8,7 +8,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 
@@ -18,6 +18,7 @@ from trimtab_engine.api.openai.media import Media
 from trimtab_engine.api.openai.prompt_fields import PromptFields, TemplateFields
 from trimtab_engine.api.openai.restrictions import NO_RESTRICTIONS, RestrictionFields, Restrictions
 from trimtab_engine.api.openai.tools import ToolCalls, ToolFields, ToolList
+from trimtab_engine.config.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from trimtab_engine.multimodal.items import Modality
 from trimtab_engine.scheduling.sampling import Sampling
 from trimtab_engine.text.chat_template import ContentForm
@@ -39,6 +40,7 @@ MAX_INT64 = 2**63 - 1
 MAX_FIELD_CHARACTERS = 64  # of a field name for which a similar one is searched
 ROUTE_OF_FIELD = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/embeddings"}
 MIN_REPETITION_PENALTY = 0.01  # dividing logits by a smaller value overflows
+MIN_TOP_P = 1e-6  # 0 keeps the most likely token, as any value below its probability
 MIN_TEMPERATURE = 1e-5  # below it sampling is greedy, as in vLLM: dividing logits by a smaller value overflows
 
 # Field: values without effect, which are accepted.
@@ -88,6 +90,7 @@ FIELDS_WITHOUT_EFFECT = (
     "session_id",
 )
 
+Number = TypeVar("Number", int, float)
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # Stop at the first invalid element: reporting each of a million would take minutes and gigabytes.
@@ -164,7 +167,7 @@ class GenerationRequest(RestrictionFields, PromptFields):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)] | None = None
@@ -218,21 +221,22 @@ class GenerationRequest(RestrictionFields, PromptFields):
         prompt_logprobs: int | None = None,
         restrictions: Restrictions = NO_RESTRICTIONS,
         special_stop: Iterable[int] = (),
+        defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> Sampling:
         """Return the sampling of a prompt's choice `index`; choices differ by their seeds. `special_stop`: token IDs of
-        the stop strings that are special tokens.
+        the stop strings that are special tokens. `defaults`: values of fields that the request does not set.
         """
         return Sampling(
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens),
-            temperature=_temperature(self.temperature),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
+            temperature=_temperature(_first(self.temperature, defaults.temperature, 1.0)),
+            top_p=max(_first(self.top_p, defaults.top_p, 1.0), MIN_TOP_P),
+            top_k=max(_first(self.top_k, defaults.top_k, 0), 0),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
             seed=None if self.seed is None else self.seed + index,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
             logprobs=logprobs,
             stop_token_ids=tuple(dict.fromkeys((*(self.stop_token_ids or ()), *special_stop))),
             ignore_eos=self.ignore_eos,
@@ -244,10 +248,15 @@ class GenerationRequest(RestrictionFields, PromptFields):
         )
 
 
-def _temperature(given: float | None) -> float:
-    if given is None:
-        return 1.0
+def _temperature(given: float) -> float:
     return given if given >= MIN_TEMPERATURE else 0.0
+
+
+def _first(given: Number | None, default: Number | None, otherwise: Number) -> Number:
+    """Return the request's value, else the model's default, else the API's."""
+    if given is not None:
+        return given
+    return otherwise if default is None else default
 
 
 Texts = Annotated[list[str], Field(fail_fast=True)]

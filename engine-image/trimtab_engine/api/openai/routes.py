@@ -55,4 +55,5 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "root": first if card is None else card.folder,
         "parent": None if card is None else card.parent or first,
         "max_model_len": state.serving.facts.max_model_len if state.serving else None,
+        "default_sampling_params": state.options.sampling_defaults.values,
     }

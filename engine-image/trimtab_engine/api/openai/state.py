@@ -14,6 +14,7 @@ from trimtab_engine.api.openai.embedding import Embedder
 from trimtab_engine.api.openai.generation import Generator
 from trimtab_engine.api.openai.grammar_validation import GrammarValidator
 from trimtab_engine.api.openai.media import PromptMedia
+from trimtab_engine.config.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.messages.admin import AdapterCard, EngineState
 from trimtab_engine.messages.lifecycle import CoreReady
@@ -53,6 +54,14 @@ class ServerOptions:
     """Allowed external sources of images and videos."""
     allow_runtime_lora_updating: bool = False
     """True if clients may load and unload adapters."""
+    sampling_defaults: SamplingDefaults = NO_DEFAULTS
+    """Values of sampling parameters that requests do not set."""
+    allowed_origins: tuple[str, ...] = ("*",)
+    """Origins of web pages that may call the API; * is any. Empty: no page of another origin."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    """True if browsers may send cookies and other credentials of their users."""
     downloaded: Downloaded | None = None
     """Download that this start has made, if any."""
 

@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 
 from trimtab_engine.api.anthropic.routes import anthropic_router
 from trimtab_engine.api.http.connections import ConnectionLimits
@@ -55,6 +56,15 @@ def build_app(state: ServerState) -> FastAPI:
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
     app.add_middleware(BodyLimit, max_bytes=lambda: _max_body_bytes(state), remedy="send a shorter prompt")
     app.add_middleware(RequestIds)
+    if state.options.allowed_origins:  # outside of the key check: browsers send preflights without credentials
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.options.allowed_origins,
+            allow_methods=state.options.allowed_methods,
+            allow_headers=state.options.allowed_headers,
+            allow_credentials=state.options.allow_credentials,
+            expose_headers=["X-Request-Id"],
+        )
     app.add_middleware(CloseWhileEnding, is_ending=lambda: state.is_ending)
     app.add_middleware(CountArrivals, on_arrival=state.count_request, uncounted=PROBES | METRICS)
     app.add_middleware(AcknowledgeDispatches, note=state.core.note_dispatch)

@@ -17,6 +17,8 @@ EVENT_END = b"\n\n"
 class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Newer name of reasoning_content."""
     tool_calls: list[Any] | None = None
 
 
@@ -139,7 +141,7 @@ class _Stream:
     def _has_output(self, choice: _Choice) -> bool:
         """Return True for text, reasoning, a tool call or the end, but not for a chat's opening chunk with the role."""
         delta = choice.delta
-        text = choice.text or (delta.content or delta.reasoning_content if delta else None)
+        text = choice.text or (delta.content or delta.reasoning_content or delta.reasoning if delta else None)
         if text:
             self._texts.append(text)
         return bool(text) or bool(delta and delta.tool_calls) or (choice.finish_reason is not None)

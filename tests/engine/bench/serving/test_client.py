@@ -112,3 +112,9 @@ async def test_unreachable_server_fails_without_exception() -> None:
     async with aiohttp.ClientSession() as session:
         await send(session, Target("http://127.0.0.1:1/v1/completions", {}), {}, result)
     assert "Cannot connect" in result.error
+
+
+async def test_reasoning_of_either_name_is_output() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        result = await answer_of([event(delta(**{name: "thinking"})), event(delta(content="done"))])
+        assert (result.text, len(result.itl), result.output_len) == ("thinkingdone", 1, 2)
