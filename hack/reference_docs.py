@@ -19,6 +19,8 @@ from trimtab_operator.builders import record
 from trimtab_operator.cli import operator_command, trimtab_command
 from trimtab_operator.resource import crd
 from trimtab_operator.resource.spec import GROUP, VERSION
+from trimtab_router.flags import build_parser as build_router_parser
+from trimtab_router.metrics import GAUGES, METRIC_LABELS, PREFIX, RouterMetrics
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -149,20 +151,54 @@ def engine_page() -> str:
         "",
     ]
     for name, parser in subparsers(engine_cli._parser()):
-        lines += [f"## {name}", "", sentence(parser.description or ""), ""]
-        for group in parser._action_groups:
-            actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
-            if not actions or any(isinstance(action, argparse._SubParsersAction) for action in actions):
-                continue
-            lines += [f"### {name}: {group.title}", "", *table("flag", "description")]
-            lines += [row(f"`{spelling(action)}`", sentence(help_of(parser, action))) for action in actions]
-            lines.append("")
+        lines += [f"## {name}", "", sentence(parser.description or ""), "", *flag_tables(parser, f"### {name}: ")]
     lines += ["## vLLM's other flags", "", VLLM_FLAGS, "", *table("flag", "effect")]
     for entry in sorted(vllm_flags(), key=lambda entry: entry.names):
         values = f" other than {' or '.join(f'`{v}`' for v in entry.harmless)}" if entry.harmless else ""
         effect = f"none: {entry.reason}" if entry.is_ignored else f"rejected{values}; {entry.reason}"
         lines.append(row(", ".join(f"`{name}`" for name in entry.names), effect))
     return "\n".join(lines) + "\n"
+
+
+def flag_tables(parser: argparse.ArgumentParser, title: str) -> Iterator[str]:
+    """Yield the lines of one table for each group of flags; `title` precedes the group's name."""
+    for group in parser._action_groups:
+        actions = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
+        if not actions or any(isinstance(action, argparse._SubParsersAction) for action in actions):
+            continue
+        yield from (f"{title}{group.title}", "", *table("flag", "description"))
+        yield from (row(f"`{spelling(action)}`", sentence(help_of(parser, action))) for action in actions)
+        yield ""
+
+
+def router_page() -> str:
+    """Return the page with the flags and the metrics of the router."""
+    lines = [
+        "# Router flags and metrics",
+        "",
+        f"This page lists the flags and metrics of `trimtab-router`. {COMMAND} generates it.",
+        "[Use the router](../guides/router.md) explains them.",
+        "",
+        "## Flags",
+        "",
+        *flag_tables(build_router_parser(), "### "),
+        "## Metrics",
+        "",
+        "`GET /metrics` on the admin port, summed over all worker processes. Names begin with `trimtab_router_`.",
+        "",
+        *table("metric", "type", "description"),
+    ]
+    for family in RouterMetrics().registry.collect():
+        name = family.name.removeprefix(PREFIX)
+        suffix = "_total" if family.type == "counter" else ""
+        lines.append(row(metric_name(name + suffix, METRIC_LABELS.get(name, ())), family.type, family.documentation))
+    lines += [row(metric_name(name, labels), "gauge", text) for name, (text, labels) in GAUGES.items()]
+    return "\n".join(lines) + "\n"
+
+
+def metric_name(name: str, labels: tuple[str, ...]) -> str:
+    """Return a metric's name with its labels."""
+    return f"`{name}{{{','.join(labels)}}}`" if labels else f"`{name}`"
 
 
 def engine_flags() -> str:
@@ -329,6 +365,7 @@ ENGINE_FLAGS = DOCS.parent / "operator" / "trimtab_operator" / "validation" / "e
 PAGES = {
     "reference/resource-fields.md": resource_page,
     "reference/engine-flags.md": engine_page,
+    "reference/router.md": router_page,
     "reference/cli.md": cli_page,
     "reference/helm-values.md": helm_page,
     "llms.txt": llms_page,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trimtab_router.proxy.exchange import Exchange
     from trimtab_router.scoring.state import Choice
 
+PREFIX = "trimtab_router_"
 MAX_TENANT_LABELS = 20
 """Tenants with a label of their own, first come, first served; the others are `other`."""
 OTHER_TENANTS = "other"
@@ -21,86 +22,93 @@ RATIO_BUCKETS = (0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 ADDED_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 
 
+METRIC_LABELS: dict[str, tuple[str, ...]] = {
+    "requests": ("route", "code"),
+    "queue_seconds": ("band", "tenant"),
+    "choices": ("rule",),
+    "retries": ("cause",),
+    "dropped": ("reason",),
+}
+"""Labels by metric; the others have none."""
+
+
 class RouterMetrics:
     """The metrics of one router process."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = own = CollectorRegistry() if registry is None else registry
-        prefix = "trimtab_router_"
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
         self._requests = Counter(
-            prefix + "requests",
+            PREFIX + "requests",
             "Finished requests; code 499 if the client left before the response ended.",
-            ("route", "code"),
+            METRIC_LABELS["requests"],
             registry=own,
         )
         self._prompt_tokens = Counter(
-            prefix + "prompt_tokens_offered", "Prompt tokens of arrived requests, estimated.", registry=own
+            PREFIX + "prompt_tokens_offered", "Prompt tokens of arrived requests, estimated.", registry=own
         )
         self._uncached = Counter(
-            prefix + "uncached_tokens_offered",
+            PREFIX + "uncached_tokens_offered",
             "Prompt tokens of dispatched requests that are predicted not to be cached.",
             registry=own,
         )
         self._cached = Counter(
-            prefix + "cached_tokens_predicted",
+            PREFIX + "cached_tokens_predicted",
             "Prompt tokens of dispatched requests that are predicted to be cached.",
             registry=own,
         )
         self._cached_actual = Counter(
-            prefix + "cached_tokens_actual", "Cached prompt tokens in the usage of relayed answers.", registry=own
+            PREFIX + "cached_tokens_actual", "Cached prompt tokens in the usage of relayed answers.", registry=own
         )
         self._prompt_actual = Counter(
-            prefix + "prompt_tokens_actual", "Prompt tokens in the usage of relayed answers.", registry=own
+            PREFIX + "prompt_tokens_actual", "Prompt tokens in the usage of relayed answers.", registry=own
         )
         self._queue = Histogram(
-            prefix + "queue_seconds",
+            PREFIX + "queue_seconds",
             "Time from a request's arrival until its last dispatch.",
-            ("band", "tenant"),
+            METRIC_LABELS["queue_seconds"],
             buckets=QUEUE_BUCKETS,
             registry=own,
         )
         self._predicted = Histogram(
-            prefix + "ttft_predicted_seconds",
+            PREFIX + "ttft_predicted_seconds",
             "Predicted time from dispatch to the first byte of a streamed answer.",
             buckets=TTFT_BUCKETS,
             registry=own,
         )
         self._actual = Histogram(
-            prefix + "ttft_actual_seconds",
+            PREFIX + "ttft_actual_seconds",
             "Time from dispatch to the first byte of a streamed answer.",
             buckets=TTFT_BUCKETS,
             registry=own,
         )
         self._ratio = Histogram(
-            prefix + "ttft_actual_to_predicted_ratio",
+            PREFIX + "ttft_actual_to_predicted_ratio",
             "Actual divided by predicted time to the first byte of a streamed answer.",
             buckets=RATIO_BUCKETS,
             registry=own,
         )
         self.added_seconds = Histogram(
-            prefix + "added_seconds",
+            PREFIX + "added_seconds",
             "Time from a request's last byte until the router sends it, without holding.",
             buckets=ADDED_BUCKETS,
             registry=own,
         )
         self._rules = Counter(
-            prefix + "choices", "Dispatches by the rule that chose the replica.", ("rule",), registry=own
+            PREFIX + "choices", "Dispatches by the rule that chose the replica.", METRIC_LABELS["choices"], registry=own
         )
-        self._retries = Counter(prefix + "retries", "Attempts at another replica, by cause.", ("cause",), registry=own)
+        self._retries = Counter(
+            PREFIX + "retries", "Attempts at another replica, by cause.", METRIC_LABELS["retries"], registry=own
+        )
         self._dropped = Counter(
-            prefix + "dropped", "Requests that the router rejected, by reason.", ("reason",), registry=own
+            PREFIX + "dropped", "Requests that the router rejected, by reason.", METRIC_LABELS["dropped"], registry=own
         )
         self.interrupted = Counter(
-            prefix + "interrupted", "Responses that a replica's failure cut after their first byte.", registry=own
+            PREFIX + "interrupted", "Responses that a replica's failure cut after their first byte.", registry=own
         )
-        self.breaker_opened = Counter(prefix + "breaker_opened", "Times that a replica's breaker opened.", registry=own)
+        self.breaker_opened = Counter(PREFIX + "breaker_opened", "Times that a replica's breaker opened.", registry=own)
         self._tenants: set[str] = set()
         self._queues: dict[tuple[int, str], Histogram] = {}
         self._finished: dict[tuple[str, int], Counter] = {}
-
-    def add_gauges(self, read: Callable[[], Iterable[Metric]]) -> None:
-        """Add gauges whose values are read at each scrape."""
-        self.registry.register(_Collector(read))
 
     def offered(self, prompt_tokens: int) -> None:
         """Record the arrival of a request for the model."""
@@ -159,24 +167,22 @@ class RouterMetrics:
         return tenant
 
 
-class _Collector:
-    """Reads gauges at each scrape."""
+GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "held_requests": ("Requests that wait for a replica.", ()),
+    "held_bytes": ("Memory of the held requests, in bytes.", ()),
+    "body_bytes": ("Request bodies in memory, in bytes.", ()),
+    "in_flight_requests": ("Requests that a replica is answering.", ()),
+    "connections": ("Open client connections.", ()),
+    "replicas": ("Replicas that can be used.", ()),
+    "state_age_seconds": ("Age of a replica's last report.", ("replica",)),
+}
+"""Description and labels of the gauges, which are read at each scrape."""
 
-    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
-        self._read = read
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        return self._read()
-
-
-def gauge(
-    name: str, description: str, values: Iterable[tuple[tuple[str, ...], float]], labels: tuple[str, ...] = ()
-) -> Metric:
-    """Return a gauge of the router; `values` are label values and the value."""
-    family = GaugeMetricFamily(f"trimtab_router_{name}", description, labels=labels)
+def gauge(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    """Return one of GAUGES; `values` are label values with the value."""
+    description, labels = GAUGES[name]
+    family = GaugeMetricFamily(f"{PREFIX}{name}", description, labels=labels)
     for label_values, value in values:
         family.add_metric(label_values, value)
     return family

@@ -25,6 +25,15 @@ REPORT_SECONDS = 0.25
 """Interval of a worker's reports; the beginning and the end of holding are reported at once."""
 
 
+SUMMED_GAUGES = {
+    "held_requests": "held",
+    "held_bytes": "held_bytes",
+    "body_bytes": "body_bytes",
+    "in_flight_requests": "in_flight",
+    "connections": "connections",
+}
+"""Gauges that are sums over the workers, with their names in a worker's status."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -146,13 +155,9 @@ class WorkerFleet:
             if age is not None:
                 ages.append(((replica.endpoint.name,), age))
         families = [
-            gauge("held_requests", "Requests that wait for a replica.", total("held")),
-            gauge("held_bytes", "Memory of the held requests, in bytes.", total("held_bytes")),
-            gauge("body_bytes", "Request bodies in memory, in bytes.", total("body_bytes")),
-            gauge("in_flight_requests", "Requests that a replica is answering.", total("in_flight")),
-            gauge("connections", "Open client connections.", total("connections")),
-            gauge("replicas", "Replicas that can be used.", [((), float(len(dispatcher.registry.replicas(now))))]),
-            gauge("state_age_seconds", "Age of a replica's last report.", ages, ("replica",)),
+            *(gauge(name, total(field)) for name, field in SUMMED_GAUGES.items()),
+            gauge("replicas", [((), float(len(dispatcher.registry.replicas(now))))]),
+            gauge("state_age_seconds", ages),
         ]
         registry.register(_Families(families))
         return registry

@@ -45,6 +45,8 @@ class Description:
     routed: RoutedRequest
     computes: bool
     """True if a replica computes a prompt for it; otherwise the request only needs a tokenizer."""
+    is_stream: bool
+    """True if the client wants the answer as a stream of events."""
 
 
 class Describer:
@@ -64,8 +66,9 @@ class Describer:
         """Return the description of a request for the model."""
         api_key = _api_key(head)
         tenant, band = self._identity(head, api_key)
+        fields = _parse(body)
         routed = self._registry.routed_request(
-            _parse(body),
+            fields,
             path=head.path,
             api_key=api_key,
             tenant=tenant,
@@ -74,7 +77,9 @@ class Describer:
         )
         if not routed.prompt_tokens:
             routed = replace(routed, prompt_tokens=1 + len(body) // ASSUMED_BYTES_PER_TOKEN)
-        return Description(routed, computes=head.path in COMPUTE_PATHS)
+        return Description(
+            routed, computes=head.path in COMPUTE_PATHS, is_stream=fields.get("stream") is True and head.is_http11
+        )
 
     def _identity(self, head: RequestHead, api_key: bytes | None) -> tuple[str, int]:
         """Return tenant and priority band."""

@@ -35,6 +35,9 @@ TRIED_SECONDS = 1.0
 """Time until a replica that failed a request may be tried again by it, if there is no other."""
 TICK_SECONDS = 0.02
 """Interval of another look at the queue while requests are held: a predicted queue shrinks as time passes."""
+PROGRESS_SECONDS = 5.0
+"""Interval of comments in held streams whose clients want them."""
+PROGRESS_HEADER = b"x-trimtab-progress"
 EXPIRY_SECONDS = 0.25
 RETRY_AFTER_SECONDS = 5
 """Retry-After of rejected requests."""
@@ -160,7 +163,7 @@ class Dispatcher:
         if self.config.max_hold_seconds <= 0:
             self._reject(exchange, now)
             return
-        exchange.was_held = True
+        self._begin_hold(exchange)
         for rejected in self.queue.push(exchange):
             assert isinstance(rejected, Exchange)
             self.metrics.dropped("queue-full")
@@ -174,6 +177,19 @@ class Dispatcher:
             )
         self.demand.set_held(self.num_held, self.queue.oldest())
         self._start_tick()
+
+    def _begin_hold(self, exchange: Exchange) -> None:
+        if exchange.was_held:
+            return
+        exchange.was_held = True
+        description = exchange.description
+        if description is not None and description.is_stream and PROGRESS_HEADER in exchange.head.fields:
+            self._loop.call_later(PROGRESS_SECONDS, self._send_progress, exchange)
+
+    def _send_progress(self, exchange: Exchange) -> None:
+        if not exchange.is_done and not exchange.response_started:
+            exchange.send_progress()
+            self._loop.call_later(PROGRESS_SECONDS, self._send_progress, exchange)
 
     def _pump(self) -> None:
         """Dispatch held requests while some replica has room."""
@@ -222,7 +238,7 @@ class Dispatcher:
 
     def _park(self, exchange: Exchange, seconds: float, *, forget_tried: bool = True) -> None:
         """Hold a request for some time before its next attempt."""
-        exchange.was_held = True
+        self._begin_hold(exchange)
         self._parked[exchange] = self._loop.call_later(seconds, self._unpark, exchange, forget_tried)
 
     def _unpark(self, exchange: Exchange, forget_tried: bool) -> None:

@@ -68,6 +68,17 @@ class HttpError(Exception):
         return b"data: " + self.body(path) + b"\n\ndata: [DONE]\n\n"
 
 
+def replica_error_events(body: bytes, path: str, status: int) -> bytes:
+    """Return a replica's error, a JSON object, as the last SSE events of a stream that has already begun."""
+    try:
+        data = orjson.dumps(orjson.loads(body))
+    except orjson.JSONDecodeError:
+        return HttpError(502, f"the replica answered with status {status}").events(path)
+    if path.startswith((MESSAGES_PATH, RESPONSES_PATH)):
+        return b"event: error\ndata: " + data + b"\n\n"
+    return b"data: " + data + b"\n\ndata: [DONE]\n\n"
+
+
 def json_response(
     status: int, body: bytes, *, close: bool, headers: list[bytes] | None = None, head_only: bool = False
 ) -> bytes:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from trimtab_router.hold.queue import HeldRequest
-from trimtab_router.proxy.errors import HttpError
+from trimtab_router.proxy.errors import HttpError, replica_error_events
 from trimtab_router.proxy.http1 import RequestHead, ResponseHead
 from trimtab_router.proxy.routes import Route
 
@@ -25,6 +25,9 @@ USAGE_BYTES = 8192
 """End of a response in which its usage is looked for."""
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens": ?(\d{1,9})')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens": ?(\d{1,9})')
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+WAITING_CHUNK = b"b\r\n: waiting\n\n\r\n"
+MAX_ERROR_BYTES = 64 << 10
 EVENT_END = b"\n\n\r\n"
 """End of a chunk with whole SSE events: another chunk can follow."""
 
@@ -44,8 +47,10 @@ class Exchange(HeldRequest):
         "description",
         "dispatched_at",
         "dispatcher",
+        "error_body",
         "first_byte_at",
         "head",
+        "is_committed",
         "is_done",
         "is_event_stream",
         "number",
@@ -88,6 +93,10 @@ class Exchange(HeldRequest):
         self.first_byte_at: float | None = None
         self.is_event_stream = False
         self.response_started = False
+        self.is_committed = False
+        """True once status 200 has been sent, because the client wants to see that its request is held."""
+        self.error_body: bytes | None = None
+        """Body of a replica's error after that; None if the replica has not answered with an error."""
         self.was_held = False
         self.is_done = False
         self.status = 0
@@ -107,6 +116,10 @@ class Exchange(HeldRequest):
         self.response_started = True
         self._release_body()
         self.status, self.is_event_stream = head.status, head.is_event_stream
+        if self.is_committed:
+            if head.status != 200 or not head.is_event_stream or not head.is_chunked:
+                self.error_body = b""
+            return True
         has_body = head.has_body(self.head.method)
         decode = not self.head.is_http11
         if decode or (has_body and head.ends_with_connection):
@@ -119,7 +132,10 @@ class Exchange(HeldRequest):
         """Pass on a part of the response's body."""
         if self.first_byte_at is None:
             self.dispatcher.on_first_byte(self)
-        self.client.write(data)
+        if self.error_body is None:
+            self.client.write(data)
+        elif len(self.error_body) < MAX_ERROR_BYTES:
+            self.error_body += data
 
     def on_response_end(self, last: bytes) -> None:
         """End the exchange: the response is complete. `last` are its last bytes."""
@@ -127,6 +143,9 @@ class Exchange(HeldRequest):
         self.dispatcher.on_end(self)
         if self.description is not None and self.status == 200:
             self._read_usage(last[-USAGE_BYTES:])
+        if self.error_body is not None:
+            self._end_with_events(replica_error_events(self.error_body, self.head.path, self.status))
+            return
         self._end()
         self.client.on_response_end()
 
@@ -137,11 +156,7 @@ class Exchange(HeldRequest):
             self.dispatcher.on_interrupted(self)
             if self.is_event_stream and connection.last.endswith(EVENT_END) and self.head.is_http11:
                 error = HttpError(502, f"the replica failed while it answered: {cause}; send the request again")
-                events = error.events(self.head.path)
-                self.client.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(events), events))
-                self._end()
-                self.client.close_after_response()
-                self.client.on_response_end()
+                self._end_with_events(error.events(self.head.path))
             else:
                 self._end()
                 self.client.abort()
@@ -167,8 +182,18 @@ class Exchange(HeldRequest):
             return
         self.status = error.status
         self.dispatcher.metrics.finished(self.route.value, error.status)
+        if self.is_committed:
+            self._end_with_events(error.events(self.head.path))
+            return
         self._end()
         self.client.respond_error(error, self)
+
+    def send_progress(self) -> None:
+        """Send a comment that the request waits, after a head with status 200 if it is the first one."""
+        if not self.is_committed:
+            self.is_committed = True
+            self.client.write(STREAM_HEAD)
+        self.client.write(WAITING_CHUNK)
 
     def respond(self, response: bytes, status: int) -> None:
         """Answer with a whole response of the router."""
@@ -176,6 +201,13 @@ class Exchange(HeldRequest):
         self.dispatcher.metrics.finished(self.route.value, status)
         self._end()
         self.client.write(response)
+        self.client.on_response_end()
+
+    def _end_with_events(self, events: bytes) -> None:
+        """End a stream with events of an error."""
+        self._end()
+        self.client.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(events), events))
+        self.client.close_after_response()
         self.client.on_response_end()
 
     def _end(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from stub_upstream import Received, StubUpstream, raw_client
+from trimtab_router.proxy import dispatcher as dispatcher_module
 from trimtab_router.proxy.dispatcher import has_room
 from trimtab_router.scoring.state import Candidate, Choice, StepTime
 
@@ -213,3 +214,62 @@ async def test_burst_leaves_the_queue_in_the_router(routers: RouterFactory) -> N
     assert 1 <= len(router.upstreams[0].requests) <= 3
     release.set()
     assert {(await answer)[0] for answer in answers} == {200}
+
+
+async def test_held_stream_begins_with_comments_on_request(
+    routers: RouterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stream(request: Received) -> None:
+        await request.begin_stream()
+        await request.event("one")
+        await request.end_stream()
+
+    monkeypatch.setattr(dispatcher_module, "PROGRESS_SECONDS", 0.05)
+    router = await routers.start()
+    async with raw_client(router.port) as client:
+        await client.request(b'{"stream": true}', "/v1/completions", "POST", "x-trimtab-progress: 1")
+        status, fields = await client.head()
+        assert (status, fields["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        for _ in range(3):
+            assert await client.reader.readexactly(16) == b"b\r\n: waiting\n\n\r\n"
+        router.set_endpoints(await routers.upstream(stream))
+        rest = await client.reader.readuntil(b"0\r\n\r\n")
+        assert b"HTTP/1.1" not in rest
+        assert rest.count(b"data: one\n\n") == 1
+        await client.request(b'{"stream": true}')  # the connection goes on
+        assert (await client.response()).status == 200
+
+
+async def test_error_after_comments_is_an_event(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reject(request: Received) -> None:
+        await request.answer(400, b'{"error": {"message": "bad field"}}')
+
+    monkeypatch.setattr(dispatcher_module, "PROGRESS_SECONDS", 0.05)
+    router = await routers.start()
+    async with raw_client(router.port) as client:
+        await client.request(b'{"stream": true}', "/v1/completions", "POST", "x-trimtab-progress: 1")
+        await client.head()
+        router.set_endpoints(await routers.upstream(reject))
+        rest = await client.ended()
+    assert rest.endswith(b'data: {"error":{"message":"bad field"}}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n')
+
+
+async def test_expired_hold_after_comments_is_an_event(routers: RouterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "PROGRESS_SECONDS", 0.05)
+    router = await routers.start(max_hold_seconds=0.3)
+    async with raw_client(router.port) as client:
+        await client.request(b'{"stream": true}', "/v1/messages", "POST", "x-trimtab-progress: 1")
+        await client.head()
+        rest = await client.ended()
+    assert b"event: error\ndata: " in rest
+    assert b"overloaded_error" in rest
+    assert rest.endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_held_requests_get_no_comments_by_default(
+    routers: RouterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "PROGRESS_SECONDS", 0.05)
+    router = await routers.start(max_hold_seconds=0.3)
+    assert (await post(router.port, b'{"stream": true}'))[0] == 503
+    assert (await post(router.port, b"{}", "x-trimtab-progress: 1"))[0] == 503
