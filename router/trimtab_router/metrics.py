@@ -107,6 +107,7 @@ class RouterMetrics:
         )
         self.breaker_opened = Counter(PREFIX + "breaker_opened", "Times that a replica's breaker opened.", registry=own)
         self._tenants: set[str] = set()
+        self._choices: dict[str, Counter] = {}
         self._queues: dict[tuple[int, str], Histogram] = {}
         self._finished: dict[tuple[str, int], Counter] = {}
 
@@ -120,7 +121,10 @@ class RouterMetrics:
         best = choice.best
         self._cached.inc(best.cached_tokens)
         self._uncached.inc(max(exchange.description.routed.prompt_tokens - best.cached_tokens, 0))
-        self._rules.labels(choice.rule).inc()
+        rule = self._choices.get(choice.rule)
+        if rule is None:
+            rule = self._choices[choice.rule] = self._rules.labels(choice.rule)
+        rule.inc()
         key = exchange.priority, self._tenant_label(exchange.tenant)
         queue = self._queues.get(key)
         if queue is None:

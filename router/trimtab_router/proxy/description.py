@@ -93,7 +93,7 @@ class Describer:
 
 
 def _parse(body: bytes | bytearray) -> dict[str, Any]:
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+    if len(body) > MAX_CONTAINERS and body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
         return {}
     try:
         fields = orjson.loads(body)

@@ -37,6 +37,8 @@ TICK_SECONDS = 0.02
 """Interval of another look at the queue while requests are held: a predicted queue shrinks as time passes."""
 PROGRESS_SECONDS = 5.0
 """Interval of comments in held streams whose clients want them."""
+RANK_HEADER = b"x-data-parallel-rank"
+"""Selects an engine core of a replica with several."""
 PROGRESS_HEADER = b"x-trimtab-progress"
 EXPIRY_SECONDS = 0.25
 RETRY_AFTER_SECONDS = 5
@@ -339,6 +341,11 @@ class Dispatcher:
         if exchange.number is not None:
             number = dispatch_header(self.registry.router_id, exchange.number)
             own.append(b"x-trimtab-dispatch: " + number.encode())
+            if RANK_HEADER not in exchange.head.fields:
+                assert exchange.description is not None
+                core = self.registry.best_core(exchange.replica.endpoint.name, exchange.description.routed)
+                if core is not None:
+                    own.append(RANK_HEADER + b": %d" % core)
         body = exchange.body
         head = upstream_head(exchange.head, len(body), own, self.describer.untrusted_headers)
         if exchange.attempts == 1 and not exchange.was_held:
