@@ -1,12 +1,14 @@
 """Choice of the replica for a request: the least predicted time to first token plus the cost to other requests.
 
-    J = rest of the step + (Q + u) · e + u · e · (π + δ) + KV + adapter
+    J = rest of the step + (Q + u) · e + u · e · (π + δ) + σ + τ + KV + adapter
 
 `Q` is the uncached prompt tokens ahead, `u` those of the request itself, `e` the seconds per prompt token at the
-replica's present batch. `π = ρ / (1 − ρ)` is the delay of other requests per second of prefill at a prefill share of ρ.
-`δ` is the share of displaced cache content that other requests will have to compute again. `KV` is the wait for blocks
-and a price of a full cache, `adapter` the load of an adapter. Without step times the rule is uncached tokens × batch
-size, without any state the fewest requests.
+replica's present batch. The other terms are costs to other requests, in seconds: `π = ρ / (1 − ρ)` to later ones, per
+second of prefill at a prefill share of ρ; `σ` to the prompt ahead, which ends in the step that this one fills up; `τ`
+to decoding ones; `δ` is the share of displaced cache content that will have to be computed again. `KV` is the wait for
+blocks and a price of a full cache, `adapter` the load of an adapter. Without step times the rule is uncached tokens ×
+batch size, without any state the fewest requests.
+docs/concepts/routing.md explains each term.
 """
 
 from __future__ import annotations
@@ -25,9 +27,14 @@ MAX_PREFILL_SHARE = 0.95
 """Bound of ρ: beyond it the queue has no equilibrium, and the price no meaning."""
 SHARE_SECONDS = 10.0
 """Time that the reported ρ is a mean of; the work that is waiting counts as that many seconds of ρ = 1."""
+ITL_WEIGHT = 2.0
+"""Seconds of time to first token that a second of inter-token latency is worth."""
 KV_PRICE_SECONDS = 0.15
 """Seconds of score at a KV use of one half: preemptions and short batches follow from a full cache."""
 MAX_KV_USE = 0.9
+"""KV use from which on the price is constant: with a higher one a full cache would move sessions to other full caches,
+which then lose their own sessions' prefixes.
+"""
 ASSUMED_OUTPUT_TOKENS = 256
 """Steps until a running request frees its KV, where nothing is known about answers."""
 ADAPTER_LOAD_SECONDS = 0.5
@@ -111,17 +118,23 @@ def _predict(
         fixed = time.base + time.per_sequence * running + time.per_context * context
         per_token = time.per_token
         per_prompt_token = per_token + fixed / budget
-        wait = (state.prefill_tokens + state.pending_prefill_tokens) * per_prompt_token
+        ahead = state.prefill_tokens + state.pending_prefill_tokens
+        wait = ahead * per_prompt_token
         ends_at = state.step_ends_at
         if ends_at is not None and ends_at > now:
             wait += ends_at - now
-        price = 0.0
+        # Its own gaps, and how much longer it makes those of the running requests.
+        longer = per_token + time.per_sequence + time.per_context * prompt
+        price = ITL_WEIGHT * (fixed + running * longer)
+        if ahead > 0.0:  # the last prompt ahead shares a step with this one, and waits for it
+            room = budget - ahead % budget
+            price += per_token * (uncached if uncached < room else room)
         total = state.kv_total_tokens
         if total:
             use = (state.kv_used_tokens + state.pending_context_tokens + uncached) / total
             if use > 1.0:  # blocks are freed as running requests end
                 wait += (use - 1.0) * ASSUMED_OUTPUT_TOKENS * fixed
-            price = KV_PRICE_SECONDS * use / (1.0 - (use if use < MAX_KV_USE else MAX_KV_USE))
+            price += KV_PRICE_SECONDS * use / (1.0 - (use if use < MAX_KV_USE else MAX_KV_USE))
         compute = uncached * per_prompt_token
         backlog = wait + compute
         share = (state.prefill_share * SHARE_SECONDS + backlog) / (SHARE_SECONDS + backlog)

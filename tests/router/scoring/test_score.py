@@ -92,7 +92,7 @@ def test_displaced_content_that_is_used_again_has_a_price() -> None:
     index = PrefixIndex()
     index.add(0, range(100))
     index.remove(0, range(100))
-    replicas = [make_state(0), make_state(1, prefill_tokens=3000.0)]
+    replicas = [make_state(0), make_state(1, step_ends_at=0.15)]
     assert pick(replicas, index=index).best.replica == "r0"
     index.add(2, range(100))
     assert pick(replicas, index=index).best.replica == "r1"
@@ -108,6 +108,25 @@ def test_busy_prefill_raises_the_price_of_uncached_tokens() -> None:
         return pick(replicas, request, index).best.replica
 
     assert (best(0.0), best(0.8)) == ("r0", "r1")
+
+
+def test_shorter_batch_is_preferred() -> None:
+    replicas = [make_state(0, running=100, context_tokens=100_000), make_state(1, step_ends_at=0.004)]
+    assert pick(replicas, RoutedRequest(100)).best.replica == "r1"
+
+
+def test_prompt_that_would_wait_for_this_one_has_a_price() -> None:
+    """A prompt ahead of 100 tokens ends in a step that this one fills up with 8,092 tokens."""
+    replicas = [make_state(0, prefill_tokens=100.0), make_state(1, step_ends_at=0.3)]
+    assert pick(replicas, RoutedRequest(16_000)).best.replica == "r1"
+
+
+def test_full_kv_cache_does_not_outweigh_a_long_prefix() -> None:
+    """Moving a long prompt would displace as much on the other replica, which is nearly full too."""
+    index = PrefixIndex()
+    index.add(0, range(80))
+    replicas = [make_state(0, kv_used_tokens=995_000), make_state(1, kv_used_tokens=940_000)]
+    assert pick(replicas, RoutedRequest(41_600, tuple(range(80)), 512.0), index).best.replica == "r0"
 
 
 def test_full_kv_cache_is_avoided() -> None:
