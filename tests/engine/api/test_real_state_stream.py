@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from adapter_folders import EVERY, an_adapter, modules_of
+from media_files import a_picture, data_url, encoded
 from trimtab_engine.models.checkpoint import expected_shapes
 from trimtab_engine.models.registry import parse_model_config
 from trimtab_router.endpoints.endpoint import Endpoint
 from trimtab_router.scoring.state import ReplicaState
 from trimtab_router.state_stream.client import StateStreams
 from trimtab_router.state_stream.registry import Registry, dispatch_header
+from vision_checkpoint import make_vision_checkpoint
 
 if TYPE_CHECKING:
     from tests.engine.api.conftest import RealEngine, Serve
@@ -169,6 +171,27 @@ async def test_adapters_have_own_keys_and_are_reported(serve: "Serve", tiny_mode
         await until(lambda: router.num_known(body | {"model": "sql"}) > 0)
         assert router.num_known(body) == 0
         assert router.num_known(body | {"model": "tiny"}) == 0
+
+
+async def test_hits_after_images_are_predicted(serve: "Serve", tokenizer_folder: Path, tmp_path: Path) -> None:
+    seeing = make_vision_checkpoint(tmp_path / "seeing", tokenizer_folder)
+    config = seeing.folder / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 2048'))
+    engine = serve("--max-model-len", "1400", "--num-gpu-blocks-override", "300", model=seeing.folder)
+
+    def body(seed: int, end: str) -> dict[str, Any]:
+        image = {"type": "image_url", "image_url": {"url": data_url(encoded(a_picture(60, 80, seed=seed)))}}
+        content = [{"type": "text", "text": "Look: "}, image, {"type": "text", "text": TEXT * 10 + end}]
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 2, "ignore_eos": True}
+
+    async with following(engine) as router:
+        first = await router.send("/v1/chat/completions", body(1, "a"))
+        assert first.status_code == 200, first.text
+        await until(lambda: router.num_known(body(1, "b")) == 1)
+        assert router.num_known(body(2, "b")) == 0
+        second = await router.send("/v1/chat/completions", body(1, "b"))
+        cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= 512  # one token per byte, and the image
 
 
 @pytest.mark.model
