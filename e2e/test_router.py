@@ -26,7 +26,8 @@ TENANTS = ("a", "b")
 SETTLED_SECONDS = 400.0  # three engines load on the same cores
 BATCH_SECONDS = 2.0  # requests that run in one batch may get their first tokens in any order
 FAIL_OPEN_SECONDS = 20.0
-ROUTER: dict[str, Any] = {"replicas": 2, "trustHeaders": True}
+# Half of a pod's grace period, which includes maxHold, passes before Kubernetes looks again at a deleted namespace.
+ROUTER: dict[str, Any] = {"replicas": 2, "trustHeaders": True, "maxHold": "4m"}
 QUIET: dict[str, Any] = {"mode": "Off", "bounds": None}
 ROLLOUT = {"drainTimeout": "60s"}
 SMALL = {"containers": [{"name": "main", "resources": {"requests": {"cpu": "100m"}, "limits": {"memory": "1500Mi"}}}]}
@@ -214,21 +215,19 @@ def _selects_replicas(deployment: Deployment) -> None:
 
 
 def test_held_requests_start_replicas_and_idle_ones_are_removed(
-    apply: Apply, installation: Installation, kube: Kube, namespace: str, remove: Any, routed: Deployment
+    apply: Apply, installation: Installation, kube: Kube, namespace: str
 ) -> None:
-    remove(routed)
-    routed.await_deletion_started()
     scaling = {"minReplicas": 0, "maxReplicas": 1, "idleTimeout": "30s"}
     deployment = apply(
         "idle",
         replicas=0,
-        router=ROUTER,
+        router={**ROUTER, "replicas": 1},  # each router pod has its own queue and order
         scaling=scaling,
         tuning={"mode": "Auto", "bounds": None},
         rollout=ROLLOUT,
         template={"spec": SMALL},
     )
-    await_router(deployment)
+    await_router(deployment, replicas=1)
     found = condition(deployment.get(), "Serving") or {}
     assert (found.get("status"), found.get("reason")) == ("True", "ScaledToZero")
     sent = options(

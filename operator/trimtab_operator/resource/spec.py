@@ -620,8 +620,8 @@ class Router(Model):
     )
     max_hold: Duration = Field(
         default="10m",
-        description="Maximum time for which a request waits in the router for a replica, before it is rejected. "
-        "At most 1h.",
+        description="Maximum time for which a request waits in the router for a replica, before it is rejected. Router "
+        "pods that are stopped have this time too, in addition to rollout.drainTimeout. At most 1h.",
     )
     max_held_requests: int | None = Field(
         default=None,
