@@ -75,6 +75,7 @@ def choose(
         itl_target: Objective of the inter-token latency in seconds. Replicas whose predicted steps are longer are used
             only if all are.
     """
+    has_room = True
     usable = [each for each in replicas if not each.draining and each.replica not in exclude]
     if not usable:
         return None
@@ -83,17 +84,46 @@ def choose(
     step_time = next((each.step_time for each in usable if each.step_time is not None), None)
     if step_time is not None:
         rule, scored = PREDICTED_TTFT, _predict(request, usable, cached, index.reuse_shares, now, step_time)
+        has_room = any(each[3] <= each[5] for each in scored)
         if itl_target is not None:
             scored = [each for each in scored if each[4] <= itl_target] or scored
     elif any(each.reported_at is not None for each in usable):
         rule, scored = UNCACHED_WORK, [_uncached_work(request, each, cached) for each in usable]
     else:
-        rule, scored = LEAST_REQUEST, [(float(_num_requests(each)), each, 0.0, 0.0, 0.0) for each in usable]
-    return _pick(request, scored, cached, rng, rule)
+        rule, scored = LEAST_REQUEST, [(float(_num_requests(each)), each, 0.0, 0.0, 0.0, 0.0) for each in usable]
+    best, runner_up = _pick(request, scored, rng)
+    return Choice(
+        _candidate(request, best, cached),
+        None if runner_up is None else _candidate(request, runner_up, cached),
+        rule,
+        has_room,
+    )
 
 
-Scored = tuple[float, ReplicaState, float, float, float]
-"""(score, replica, predicted TTFT, queue seconds, step seconds)"""
+def best_replica(
+    prompt_tokens: int, replicas: Sequence[ReplicaState], now: float, cached_tokens: Mapping[int, int] | None = None
+) -> int:
+    """Return the position of the replica with the least J, for models of a fleet that know its caches themselves.
+
+    Args:
+        prompt_tokens: Length of the prompt.
+        replicas: At least one replica, of which at least one has a step time.
+        now: Time on the clock of `ReplicaState.step_ends_at`, in seconds.
+        cached_tokens: Cached prompt tokens by `ReplicaState.index`; replicas that are absent have none.
+
+    Raises:
+        ValueError: If no replica has a step time.
+    """
+    default = next((each.step_time for each in replicas if each.step_time is not None), None)
+    if default is None:
+        raise ValueError("replicas: no step time is known (None for all); set ReplicaState.step_time")
+    request = RoutedRequest(prompt_tokens, tokens_per_key=1.0)
+    scores = [each[0] for each in _predict(request, replicas, cached_tokens or {}, {}, now, default)]
+    return scores.index(min(scores))
+
+
+Scored = tuple[float, ReplicaState, float, float, float, float]
+"""(score, replica, predicted TTFT, queue seconds, seconds of the next step, of a step with a full budget)"""
 
 
 def _predict(
@@ -144,7 +174,7 @@ def _predict(
         ttft = wait + (compute if uncached > budget else fixed + uncached * per_token)
         if adapter is not None and adapter not in state.adapters:
             ttft += ADAPTER_LOAD_SECONDS
-        scored.append((ttft + price, state, ttft, wait, fixed + per_token * running))
+        scored.append((ttft + price, state, ttft, wait, fixed + per_token * running, budget * per_prompt_token))
     return scored
 
 
@@ -152,7 +182,7 @@ def _uncached_work(request: RoutedRequest, state: ReplicaState, cached: Mapping[
     """Return uncached tokens × batch size, in tokens (LMetric, arXiv 2603.15202)."""
     ahead = state.prefill_tokens + state.pending_prefill_tokens
     work = ahead + request.prompt_tokens - _cached_tokens(request, cached.get(state.index, 0))
-    return work * (1 + _num_requests(state)), state, 0.0, 0.0, 0.0
+    return work * (1 + _num_requests(state)), state, 0.0, 0.0, 0.0, 0.0
 
 
 def _num_requests(state: ReplicaState) -> int:
@@ -163,10 +193,8 @@ def _load(state: ReplicaState) -> tuple[float, int]:
     return state.prefill_tokens + state.pending_prefill_tokens, _num_requests(state)
 
 
-def _pick(
-    request: RoutedRequest, scored: list[Scored], cached: Mapping[int, int], rng: RandomSource, rule: str
-) -> Choice:
-    """Return the best score; of equal ones that of the session, or the less loaded of two random ones."""
+def _pick(request: RoutedRequest, scored: list[Scored], rng: RandomSource) -> tuple[Scored, Scored | None]:
+    """Return the best score, of equal ones that of the session or the less loaded of two random ones; and the next."""
     scores = [each[0] for each in scored]
     least = min(scores)
     limit = least + TIE_SHARE * least
@@ -181,14 +209,13 @@ def _pick(
         second = (first + 1 + int(rng.random() * (len(tied) - 1))) % len(tied)
         best = min(tied[first], tied[second], key=lambda position: _load(scored[position][1]))
     if len(scored) == 1:
-        return Choice(_candidate(request, scored[best], cached), None, rule)
+        return scored[best], None
     scores[best] = math.inf
-    runner_up = scores.index(min(scores))
-    return Choice(_candidate(request, scored[best], cached), _candidate(request, scored[runner_up], cached), rule)
+    return scored[best], scored[scores.index(min(scores))]
 
 
 def _candidate(request: RoutedRequest, scored: Scored, cached: Mapping[int, int]) -> Candidate:
-    score, state, ttft, queue, step = scored
+    score, state, ttft, queue, step, _ = scored
     return Candidate(state.replica, score, ttft, _cached_tokens(request, cached.get(state.index, 0)), queue, step)
 
 

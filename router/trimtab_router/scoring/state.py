@@ -104,3 +104,5 @@ class Choice(NamedTuple):
     runner_up: Candidate | None
     rule: str
     """Which rule decided: predicted-ttft, uncached-work (no step time is known yet) or least-request."""
+    has_room: bool = True
+    """True if the predicted queue of some replica is at most one full step: holding the request would gain nothing."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from trimtab_router.scoring.prefix_index import PrefixIndex
-from trimtab_router.scoring.score import LEAST_REQUEST, PREDICTED_TTFT, UNCACHED_WORK, choose
+from trimtab_router.scoring.score import LEAST_REQUEST, PREDICTED_TTFT, UNCACHED_WORK, best_replica, choose
 from trimtab_router.scoring.state import Choice, ReplicaState, RoutedRequest, StepTime
 
 STEP_TIME = StepTime(8e-3, 1 / 16_000, 3e-5, 4e-9)
@@ -213,6 +213,23 @@ def test_least_request_decides_without_any_state() -> None:
     replicas = [ReplicaState("r0", 0, pending_requests=2), ReplicaState("r1", 1, pending_requests=1)]
     choice = pick(replicas)
     assert (choice.rule, choice.best.replica) == (LEAST_REQUEST, "r1")
+
+
+def test_room_is_a_queue_of_at_most_one_full_step() -> None:
+    """A full step of 8,192 tokens takes 0.52 s."""
+    busy = make_state(0, prefill_tokens=20_000.0)
+    assert not pick([busy, make_state(1, prefill_tokens=9000.0)]).has_room
+    assert pick([busy, make_state(1, prefill_tokens=8000.0)]).has_room
+    assert pick([busy, make_state(1, step_ends_at=0.4)]).has_room
+    assert pick([ReplicaState("r0", 0, pending_requests=50)]).has_room
+
+
+def test_best_replica_equals_the_choice_for_given_cached_tokens() -> None:
+    replicas = [make_state(0, prefill_tokens=2000.0), make_state(1), make_state(2, step_time=None)]
+    assert best_replica(8000, replicas, 0.0, {0: 7680}) == 0
+    assert best_replica(8000, replicas, 0.0) == 1
+    with pytest.raises(ValueError, match="no step time"):
+        best_replica(8000, replicas[2:], 0.0)
 
 
 def test_choice_takes_little_time() -> None:
