@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 
+EXIT_NOT_INSTALLED = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM  # shell convention; a server that has started exits with 0
 
@@ -16,7 +17,16 @@ def main() -> int:
     """Run one command and return its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
-    from trimtab_engine.cli import main as run_command
+    try:
+        from trimtab_engine.cli import main as run_command
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "trimtab_engine":
+            raise
+        print(
+            f"trimtab-engine: the Python package {error.name} is not installed; pip install 'trimtab[engine]'",
+            file=sys.stderr,
+        )
+        return EXIT_NOT_INSTALLED
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return run_command()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code that shells report for Ctrl-C
@@ -31,6 +32,11 @@ def _operator() -> Callable[[], object]:
 
 def _run(load: Callable[[], Callable[[], object]]) -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
-    main = load()
+    try:
+        main = load()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "trimtab_operator":
+            raise
+        sys.exit(f"trimtab: the Python package {error.name} is not installed; pip install 'trimtab[operator]'")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

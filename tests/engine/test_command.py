@@ -49,3 +49,28 @@ def test_signal_during_startup_exits_silently(number: signal.Signals) -> None:
 
 def test_ctrl_c_exit_code_is_the_same_before_and_after_imports() -> None:
     assert command.EXIT_INTERRUPTED == process_exit.EXIT_INTERRUPTED == 130
+
+
+MISSING = """
+import sys
+sys.modules["{missing}"] = None
+from {package}.command import {entry}
+sys.argv = ["{program}", "--help"]
+sys.exit({entry}())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "package", "entry", "missing", "extra"),
+    [
+        ("trimtab-engine", "trimtab_engine", "main", "msgspec", "trimtab[engine]"),
+        ("trimtab", "trimtab_operator", "trimtab", "typer", "trimtab[operator]"),
+    ],
+)
+def test_missing_package_is_one_line_with_the_extra(
+    program: str, package: str, entry: str, missing: str, extra: str
+) -> None:
+    script = MISSING.format(program=program, package=package, entry=entry, missing=missing)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert run.stderr.strip() == f"{program}: the Python package {missing} is not installed; pip install '{extra}'"
