@@ -14,6 +14,7 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 from trimtab_engine.errors import InvalidRequest, ModelError
 from trimtab_engine.text.chat_template import ChatTemplate, ChatTemplates, ContentForm
 from trimtab_engine.text.gguf_tokenizer import read_gguf_tokenizer
+from trimtab_engine.weights.source import LFS_POINTER
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -324,7 +325,11 @@ def _reason(path: Path, error: Exception) -> str:
     for name in (TOKENIZER_FILE, CONFIG_FILE):
         file = path / name
         if file.is_file() and not _is_json_object(file):
-            return f"{name} is not a JSON object (truncated, or a git-lfs pointer?)"
+            with file.open("rb") as stream:
+                is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
+            if is_pointer:
+                return f"{name} is a Git LFS pointer, not the file (git lfs pull)"
+            return f"{name} is not a JSON object; it may be truncated"
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 

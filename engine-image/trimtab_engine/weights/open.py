@@ -16,6 +16,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:[/?#].*)?")
 NAME_ALONE = re.compile(r"[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.safetensors)")
 """Pattern of a possible hub name whose organisation was omitted."""
+MISTYPED_SCHEME = re.compile(r"(?P<name>hf|s3|oci):/{0,1}(?P<rest>[^/].*)")
+OLLAMA_NAME = re.compile(r"[a-z0-9][\w.-]*:[\w.-]+")
+ADAPTER_FILE = "adapter_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 MODEL_FILES = (CONFIG_FILE, "tokenizer.json", "*.safetensors", "*.gguf", *(f"*{suffix}" for suffix in PICKLE_SUFFIXES))
 """A folder without any of these is not a model at all, whatever of it is missing."""
@@ -56,7 +59,15 @@ def check_is_there(path: Path) -> None:
     """Raise ModelError, with what to do, if there is no model at the path."""
     if not path.exists():
         remedy = "give the path of a folder with safetensors or of a .gguf file"
-        if HUB_NAME.fullmatch(str(path)):
+        scheme = MISTYPED_SCHEME.fullmatch(str(path))
+        if scheme is not None:
+            remedy = f"write {scheme['name']}://{scheme['rest']}"
+        elif OLLAMA_NAME.fullmatch(str(path)):
+            remedy = (
+                "names with a tag are Ollama's, whose models are not fetched; give hf://ORG/NAME of the Hugging Face "
+                "hub, or a .gguf file"
+            )
+        elif HUB_NAME.fullmatch(str(path)):
             remedy = (
                 f"if that is a name on the Hugging Face hub: of these only MODEL is fetched by its name; "
                 f"trimtab-engine fetch {path}, then give the folder that it prints"
@@ -66,6 +77,11 @@ def check_is_there(path: Path) -> None:
         raise ModelError(f"there is no model at {path}; {remedy}")
     if path.is_file() and path.suffix.lower() not in (".gguf", *PICKLE_SUFFIXES):
         raise ModelError(f"model {path}: give a folder with safetensors files, or a .gguf file")
+    if path.is_dir() and (path / ADAPTER_FILE).exists() and not (path / CONFIG_FILE).exists():
+        raise ModelError(
+            f"{path} is an adapter (LoRA), not a model; give its base model, and --enable-lora --lora-modules "
+            f"NAME={path}"
+        )
     if path.is_dir() and not any(found for pattern in MODEL_FILES for found in path.glob(pattern)):
         raise ModelError(
             f"there is no model in {path}: neither {CONFIG_FILE} with safetensors nor a .gguf file; give the folder "

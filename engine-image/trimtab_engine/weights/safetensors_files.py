@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError
 from trimtab_engine.weights.read_ahead import ReadAhead
-from trimtab_engine.weights.source import CONFIG_FILE, DAMAGE, GENERATION_FILE, Span, read_json
+from trimtab_engine.weights.source import CONFIG_FILE, DAMAGE, GENERATION_FILE, LFS_POINTER, Span, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +163,8 @@ def read_header(file: Path) -> dict[str, Any]:
             raw = stream.read(length) if 2 <= length <= MAX_HEADER_BYTES else b""
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror}") from None
+    if head == LFS_POINTER[:8]:
+        raise ModelError(f"{file}: is a Git LFS pointer, not the file; run `git lfs pull` in {file.parent}")
     if len(raw) != length or not raw:
         raise ModelError(f"{file}: is truncated or no safetensors file ({size} bytes, header not complete)")
     try:

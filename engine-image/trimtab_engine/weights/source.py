@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""Beginning of the small text files that a clone without Git LFS has instead of large ones."""
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """Errors of parsing untrusted JSON and using its values, deep nesting and numbers such as 1e999 included."""
 
@@ -60,7 +62,10 @@ class WeightSource(Protocol):
 def read_json(path: Path, *, required: bool = True) -> Mapping[str, Any]:
     """A JSON object from a file; {} when it is absent and not required. Raises ModelError."""
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        if content.startswith(LFS_POINTER):
+            raise ModelError(f"{path}: is a Git LFS pointer, not the file; run `git lfs pull` in {path.parent}")
+        value = json.loads(content)
     except (FileNotFoundError, NotADirectoryError):
         if required:
             raise ModelError(f"model {path.parent}: no {path.name} in it") from None

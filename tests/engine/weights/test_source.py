@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors
 from trimtab_engine.models.registry import open_model, parse_model_config
+from trimtab_engine.weights.open import check_is_there
 from trimtab_engine.weights.safetensors_files import SafetensorsSource
 
 CONFIG: dict[str, Any] = {
@@ -199,3 +200,41 @@ def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
         check({**good, "model.layers.0.self_attn.q_norm.weight": torch.zeros(4)})
     with pytest.raises(ModelError, match=r"is \[3, 8\], config.json implies \[8, 8\]"):
         check({**good, name: torch.zeros(3, 8)})
+
+
+LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_git_lfs_pointer_is_named_with_the_remedy(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(LFS)
+    if name == "config.json":
+        (tmp_path / "model.safetensors").write_text(LFS)
+    with pytest.raises(
+        ModelError, match=f"{name}: is a Git LFS pointer, not the file; run `git lfs pull` in {tmp_path}"
+    ):
+        SafetensorsSource(tmp_path)
+
+
+def test_adapter_folder_as_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_text("")
+    with pytest.raises(
+        ModelError, match=r"is an adapter \(LoRA\), not a model; give its base model, and --enable-lora"
+    ):
+        check_is_there(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("hf:/Qwen/Qwen3-0.6B", "write hf://Qwen/Qwen3-0.6B"),
+        ("hf:Qwen/Qwen3-0.6B", "write hf://Qwen/Qwen3-0.6B"),
+        ("s3:/bucket/prefix", "write s3://bucket/prefix"),
+        ("llama3:8b", "names with a tag are Ollama's"),
+    ],
+)
+def test_mistyped_model_name_has_its_remedy(name: str, remedy: str) -> None:
+    with pytest.raises(ModelError, match=remedy):
+        check_is_there(Path(name))
