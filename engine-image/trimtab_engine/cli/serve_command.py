@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trimtab_engine.config.engine import EngineConfig
+from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.config.json_flags import read_json_object
 from trimtab_engine.config.sampling_defaults import EXAMPLE, OVERRIDE_FLAG, SamplingDefaults, read_sampling_defaults
 from trimtab_engine.device.host_memory import with_device_memory
@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Default handling until the server installs its own: PID 1 of a container ignores signals without a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    set_log_level(arguments.log_level)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # so that the last log line is the reason of an exit
     for message in getattr(arguments, "ignored_flags", ()):
         logging.getLogger("trimtab_engine").warning(message)
@@ -99,6 +100,8 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
     from trimtab_engine.api.serving.lifecycle import Listen, run_server
 
     config, names = _served_config(arguments), served_names(arguments)
+    if arguments.device == "auto" and config.device == "cpu":
+        logger.info("device: no CUDA GPU was found, so the CPU is used; --device cuda makes this an error")
     _check_paths_and_ports(arguments, config)
     _check_adapters(config, names)
     SharedSecret.read(config.rendezvous_secret_file)  # fails here, before any process starts

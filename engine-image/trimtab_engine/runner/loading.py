@@ -54,6 +54,7 @@ from trimtab_engine.weights.open import model_path
 from trimtab_engine.weights.scaled import ScaledSource
 from trimtab_engine.weights.source import WeightSource
 
+MIN_MODEL_LEN = 2  # a token of a prompt and one of its answer
 logger = logging.getLogger("trimtab_engine.core")
 FLOAT8_E4M3_CAPABILITY = (8, 9)  # minimum compute capability for which Triton converts this format
 Runner = TypeVar("Runner", bound=ModelRunner)
@@ -328,8 +329,11 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len == "auto":  # reduced to the available memory later (startup.py)
         return model.max_model_len
     longest = model.max_model_len if config.max_model_len is None else config.max_model_len
-    if not 1 <= longest <= model.max_model_len:
-        raise ConfigError(f"--max-model-len is {longest}; the model's positions allow 1 to {model.max_model_len}")
+    if not MIN_MODEL_LEN <= longest <= model.max_model_len:
+        raise ConfigError(
+            f"--max-model-len is {longest}; set {MIN_MODEL_LEN} (one token of a prompt and one of an answer) to "
+            f"{model.max_model_len}, the model's positions"
+        )
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < longest:
         raise ConfigError(
             f"--no-enable-chunked-prefill admits whole prompts only, but --max-num-batched-tokens "

@@ -32,14 +32,21 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @get_and_head(router, "/v1/models")
     async def models() -> dict[str, Any]:
-        names = [*state.options.served_model_names, *(card.name for card in state.adapters)]
-        return {"object": "list", "data": [_model(state, name) for name in names]}
+        return _models(state)
 
     @get_and_head(router, "/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
+        if not name:  # a slash at the end
+            return _models(state)
         return _model(state, state.check_model(name))
 
     return router
+
+
+def _models(state: ServerState) -> dict[str, Any]:
+    """Return the cards of all served models and adapters."""
+    names = [*state.options.served_model_names, *(card.name for card in state.adapters)]
+    return {"object": "list", "data": [_model(state, name) for name in names]}
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.engine_client.scaling import CoreScaling
 from trimtab_engine.ipc.malloc import set_up_for_requests
+from trimtab_engine.ipc.network import in_url
 from trimtab_engine.ipc.open_files import raise_open_file_limit
 from trimtab_engine.ipc.process_exit import EXIT_INTERRUPTED
 from trimtab_engine.ipc.shared_secret import SharedSecret
@@ -83,11 +84,20 @@ def run_server(config: EngineConfig, options: ServerOptions, listen: Listen, shu
         return runner.run(_EngineServer(config, options, sockets, shutdown_timeout).run())
 
 
+def _url_of(bound: socket.socket) -> str:
+    """Return the URL of the API for clients on this machine."""
+    host, port = bound.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://{in_url(host)}:{port}/v1"
+
+
 class _EngineServer:
     def __init__(
         self, config: EngineConfig, options: ServerOptions, sockets: list[socket.socket], shutdown_timeout: float
     ) -> None:
         self._options, self._shutdown_timeout = options, shutdown_timeout
+        self._url = _url_of(sockets[0])
         count = options.api_server_count
         self._hub = StateHub(self._hello, lambda enabled: self._core.report_state(enabled=enabled))
         self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
@@ -195,7 +205,7 @@ class _EngineServer:
         """Load the servers. Raises ConfigError if a tokenizer cannot be read."""
         await self._servers.load()
         if self._core.ready is not None and self._core.is_alive:
-            logger.info("ready: serving %s", ", ".join(self._options.served_model_names))
+            logger.info("ready: serving %s at %s", ", ".join(self._options.served_model_names), self._url)
 
     async def _wait_for_end(self, load: "asyncio.Task[None]", statistics: "asyncio.Task[None]") -> int:
         """Wait for the first of a signal, a failed load, or the end of the core."""
@@ -256,10 +266,15 @@ class _EngineServer:
         await servers.settle()
         if servers.num_http_requests:
             seconds = max(0.0, deadline - asyncio.get_running_loop().time())
-            logger.info("draining: %d running requests, timeout %.0f s", servers.num_http_requests, seconds)
+            logger.info(
+                "draining: %d running requests, timeout %.0f s; another signal ends them now",
+                servers.num_http_requests,
+                seconds,
+            )
             await self._wait_until_idle(seconds, self._hurry, self._core.ended)
         if servers.num_http_requests and self._core.is_alive:
-            logger.warning("aborting %d requests after the drain timeout", servers.num_http_requests)
+            cause = "at the second signal" if self._hurry.is_set() else "after the drain timeout"
+            logger.warning("aborting %d requests %s", servers.num_http_requests, cause)
             servers.abort_all()
             await self._wait_until_idle(ABORT_GRACE_SECONDS)
 

@@ -32,6 +32,7 @@ from trimtab_engine.bench.serving.run import request_headers
 from trimtab_engine.errors import ConfigError, EngineDead
 from trimtab_engine.sources.name import remote_model
 from trimtab_engine.weights.open import model_path
+from trimtab_engine.weights.source import CONFIG_FILE, read_json
 
 EXIT_NOT_FOUND, EXIT_INTERRUPTED = 1, 130
 LOAD_FIELDS = (
@@ -61,7 +62,9 @@ def run_autotune(arguments: argparse.Namespace) -> int:
             shutil.rmtree(folder)  # only contains the log of a server that failed to start, whose last line is printed
         raise
     except (Interrupted, KeyboardInterrupt):
-        print(f"\ninterrupted; the same command resumes from {folder / 'state.json'}", file=sys.stderr)
+        state = folder / "state.json"
+        then = f"the same command resumes from {state}" if state.exists() else "no run has finished"
+        print(f"\ninterrupted; {then}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -84,7 +87,25 @@ def _check(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(f"--serve-flags {arguments.serve_flags!r}: {error}; close the quote") from None
     if remote_model(arguments.model) is None:
-        model_path(arguments.model)
+        _check_lengths(arguments, model_path(arguments.model))
+
+
+def _check_lengths(arguments: argparse.Namespace, model: Path) -> None:
+    """Check the lengths of random prompts and answers against the model's positions, before a server starts.
+
+    Raises:
+        ConfigError: They do not fit.
+    """
+    lengths = (arguments.input_len or arguments.random_input_len, arguments.output_len or arguments.random_output_len)
+    if arguments.dataset_name != "random" or not model.is_dir() or None in lengths:
+        return
+    config = read_json(model / CONFIG_FILE, required=False)
+    positions = config.get("text_config", config).get("max_position_embeddings")
+    if isinstance(positions, int) and sum(lengths) > positions:
+        raise ConfigError(
+            f"--input-len {lengths[0]} and --output-len {lengths[1]}: together above the model's {positions} positions "
+            f"({sum(lengths)}); set lower ones"
+        )
 
 
 async def _tune(arguments: argparse.Namespace, limits: Limits, folder: Path) -> int:

@@ -68,6 +68,8 @@ def open_state(path: Path, settings: dict[str, Any], present: dict[str, float]) 
     try:
         body = json.loads(path.read_text())
         differing = _difference(body["settings"], settings) if body["format"] == FORMAT else "format"
+        if differing is not None and not body["runs"]:
+            return State(path, settings, start=present, set_last=present)
         if differing is None:
             runs = [run_from_json(one) for one in body["runs"]]
             # Values left by a crashed search are not the owner's.

@@ -102,3 +102,17 @@ def test_origins_can_be_limited(start_server: Callable[..., Server]) -> None:
         return answer.headers.get("access-control-allow-origin")
 
     assert (allowed(ORIGIN), allowed("https://evil.example")) == (ORIGIN, None)
+
+
+def test_model_list_with_a_slash_is_the_model_list(guarded: Server) -> None:
+    headers = {"Authorization": "Bearer first-key"}
+    assert (
+        guarded.http.get("/v1/models/", headers=headers).json()
+        == guarded.http.get("/v1/models", headers=headers).json()
+    )
+
+
+def test_log_level_and_url_are_in_the_log(start_server: Callable[..., Server]) -> None:
+    server = start_server("--log-level", "info")
+    assert f"ready: serving stub, alias at http://127.0.0.1:{server.port}/v1" in server.log.read_text()
+    assert "listens on" not in start_server("--log-level", "warning").log.read_text()

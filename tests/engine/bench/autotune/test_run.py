@@ -226,3 +226,13 @@ def test_real_model_is_tuned_in_its_own_server(tmp_path: Path, capsys: pytest.Ca
     assert report["model"] == "SmolLM2-135M-Instruct"
     assert report["found"]["gpu_memory_utilization"] == 0.75
     assert (tmp_path / "patch.yaml").exists()
+
+
+def test_lengths_beyond_the_model_are_rejected_before_a_server_starts(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "result"
+    words = ["autotune", str(tiny_model), "--input-len", "1000000", "--output-len", "5", "--result-dir", str(folder)]
+    assert main(words) == 2
+    assert "--input-len 1000000 and --output-len 5: together above the model's" in capsys.readouterr().err
+    assert not folder.exists()

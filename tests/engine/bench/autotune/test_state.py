@@ -55,3 +55,9 @@ def test_unreadable_state_error_names_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(ConfigError, match=r"state\.json.*use --restart to start over"):
         open_state(tmp_path / "state.json", {}, START)
+
+
+def test_state_without_runs_accepts_other_settings(tmp_path: Path) -> None:
+    open_state(tmp_path / "state.json", {"num_prompts": 50}, START).write()
+    state = open_state(tmp_path / "state.json", {"num_prompts": 100}, OURS)
+    assert (state.settings, state.start, state.runs) == ({"num_prompts": 100}, OURS, {})
