@@ -39,6 +39,7 @@ from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, decision_id
 from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, Select, limit_change
 from trimtab_operator.tuner.settings import Mode
+from trimtab_operator.tuner.state import TunerState
 
 NEEDED_KINDS = ("RoleBinding", "Deployment")  # without one of them there is no router
 REMOVABLE_KINDS = ("Deployment", "RoleBinding", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor")
@@ -220,9 +221,12 @@ def _move_for_held(
 ) -> Move | None:
     """Return the move to the replicas that run all held requests at once; without Auto only the first replica.
 
-    No rate of `scaling.behavior` delays the first replica.
+    No rate of `scaling.behavior` delays the first replica. Requests that are held because the replicas restart need no
+    further ones.
     """
     current = tuned.replicas or 0
+    if current > 0 and not _was_started_for_held(tuned.state):
+        return None
     slots = deployment.spec.engine.max_num_seqs or DEFAULT_SEQUENCE_SLOTS
     wanted = min(scaling.max_replicas, max(1, math.ceil(load.held / slots)))
     behavior = _behavior(scaling)
@@ -232,6 +236,12 @@ def _move_for_held(
         return None
     evidence = {"held_requests": float(load.held), "oldest_held_seconds": round(load.oldest_held_seconds, 1)}
     return Move(Reason.REQUESTS_HELD, ReplicaCount(), current, target, evidence, (), "no held request")
+
+
+def _was_started_for_held(state: TunerState) -> bool:
+    """Return True if the last decision on replicas was made because requests were held."""
+    found = [decision for decision in state.history if isinstance(decision.move.target, ReplicaCount)]
+    return bool(found) and found[-1].reason is Reason.REQUESTS_HELD
 
 
 def _move_to_zero(scaling: Scaling, tuned: TunerOutput, current: int, idle: IdleWatch, now: float) -> Move | None:

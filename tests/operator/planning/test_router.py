@@ -412,6 +412,25 @@ def test_held_requests_start_at_most_max_replicas() -> None:
     assert len(cluster.groups) == 4
 
 
+def test_requests_held_by_a_restart_add_no_replicas() -> None:
+    cluster = make_idle_cluster(scaling={"minReplicas": 1, "maxReplicas": 4}, engine={"maxNumSeqs": 1})
+    cluster.set_ready("m-g0-0", ready=False)
+    hold(cluster, 100)
+    ticks(cluster, 20)
+    assert len(cluster.groups) == 1
+
+
+def test_more_held_requests_during_the_start_add_replicas() -> None:
+    cluster = make_idle_cluster(replicas=0, engine={"maxNumSeqs": 32})
+    cluster.start_seconds = 60.0
+    hold(cluster, 1)
+    cluster.tick()
+    assert len(cluster.groups) == 1
+    hold(cluster, 90)
+    ticks(cluster, 10)
+    assert len(cluster.groups) == 3
+
+
 def test_held_request_does_not_change_spec_replicas() -> None:
     cluster = make_cluster(replicas=0)
     hold(cluster, 5)
