@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
+    from trimtab_router.proxy.binding import BindableRequest
     from trimtab_router.proxy.exchange import Exchange
     from trimtab_router.scoring.state import Choice
 
@@ -115,21 +116,21 @@ class RouterMetrics:
         """Record the arrival of a request for the model."""
         self._prompt_tokens.inc(prompt_tokens)
 
-    def dispatched(self, exchange: Exchange, choice: Choice, now: float) -> None:
-        """Record a dispatch."""
-        assert exchange.description is not None
+    def bound(self, request: BindableRequest, choice: Choice, now: float) -> None:
+        """Record the choice of a replica."""
+        assert request.description is not None
         best = choice.best
         self._cached.inc(best.cached_tokens)
-        self._uncached.inc(max(exchange.description.routed.prompt_tokens - best.cached_tokens, 0))
+        self._uncached.inc(max(request.description.routed.prompt_tokens - best.cached_tokens, 0))
         rule = self._choices.get(choice.rule)
         if rule is None:
             rule = self._choices[choice.rule] = self._rules.labels(choice.rule)
         rule.inc()
-        key = exchange.priority, self._tenant_label(exchange.tenant)
+        key = request.priority, self._tenant_label(request.tenant)
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = self._queue.labels(str(key[0]), key[1])
-        queue.observe(now - exchange.arrived_at)
+        queue.observe(now - request.arrived_at)
 
     def first_byte(self, exchange: Exchange, now: float) -> None:
         """Record the first byte of a response's body."""

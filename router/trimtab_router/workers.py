@@ -65,7 +65,7 @@ class Worker:
             "arrived_prompt_tokens": demand.arrived_prompt_tokens,
             "last_arrival_seconds_ago": _age(demand.last_arrival_at, now),
             "in_flight": demand.in_flight,
-            "held_bytes": self.dispatcher.queue.num_bytes,
+            "held_bytes": self.dispatcher.binder.queue.num_bytes,
             "body_bytes": self.dispatcher.body_bytes,
             "connections": self.server.num_connections,
         }

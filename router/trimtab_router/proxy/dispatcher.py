@@ -1,8 +1,4 @@
-"""Sends requests to replicas: scoring, late binding, retries, breakers.
-
-A request is dispatched while some replica's predicted queue is shorter than one of its steps. Otherwise it is held, so
-that priorities, fairness and the choice of the replica are decided as late as possible.
-"""
+"""Sends requests to the replicas that they are bound to: connections, retries, breakers."""
 
 from __future__ import annotations
 
@@ -14,35 +10,26 @@ from time import monotonic
 
 from trimtab_router.config import RouterConfig
 from trimtab_router.endpoints.endpoint import Endpoint
-from trimtab_router.hold.queue import HoldQueue
 from trimtab_router.metrics import RouterMetrics
+from trimtab_router.proxy.binding import RETRY_AFTER_SECONDS, BindableRequest, Binder
 from trimtab_router.proxy.breaker import RetryBudget
-from trimtab_router.proxy.demand import Demand
 from trimtab_router.proxy.description import Describer
 from trimtab_router.proxy.errors import HttpError
 from trimtab_router.proxy.exchange import Exchange
 from trimtab_router.proxy.http1 import upstream_head
 from trimtab_router.proxy.routes import Route
 from trimtab_router.proxy.upstream import ReplicaConnections, UpstreamConnection
-from trimtab_router.scoring.score import choose
 from trimtab_router.scoring.state import Candidate, Choice
 from trimtab_router.state_stream.registry import Registry, dispatch_header
 
 MAX_ATTEMPTS = 3
 MIN_RETRY_DELAY_SECONDS = 0.025
 MAX_RETRY_DELAY_SECONDS = 0.25
-TRIED_SECONDS = 1.0
-"""Time until a replica that failed a request may be tried again by it, if there is no other."""
-TICK_SECONDS = 0.02
-"""Interval of another look at the queue while requests are held: a predicted queue shrinks as time passes."""
 PROGRESS_SECONDS = 5.0
 """Interval of comments in held streams whose clients want them."""
 RANK_HEADER = b"x-data-parallel-rank"
 """Selects an engine core of a replica with several."""
 PROGRESS_HEADER = b"x-trimtab-progress"
-EXPIRY_SECONDS = 0.25
-RETRY_AFTER_SECONDS = 5
-"""Retry-After of rejected requests."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +40,8 @@ class Dispatcher:
     def __init__(self, config: RouterConfig, registry: Registry, metrics: RouterMetrics) -> None:
         self.config, self.registry, self.metrics = config, registry, metrics
         self.describer = Describer(config, registry)
-        self.demand = Demand()
-        self.queue = HoldQueue(config.max_held_requests, config.max_held_bytes)
+        self.binder = Binder(config, registry, metrics)
+        self.demand = self.binder.demand
         self.body_bytes = 0
         """Bytes of request bodies in memory: being received, held, or without a response so far."""
         self._replicas: dict[str, ReplicaConnections] = {}
@@ -64,12 +51,6 @@ class Dispatcher:
         self._rng = random.Random()
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._parked: dict[Exchange, asyncio.TimerHandle] = {}
-        """Requests that wait before their next attempt."""
-        self._pump_is_scheduled = False
-        self._tick: asyncio.TimerHandle | None = None
-        self._expires_at = 0.0
-        registry.on_change = self.schedule_pump
 
     # --- replicas -------------------------------------------------------------------------------------------------
 
@@ -89,7 +70,7 @@ class Dispatcher:
             else:
                 known.endpoint = endpoint
         self.registry.set_endpoints(endpoints)
-        self.schedule_pump()
+        self.binder.schedule()
 
     def close_idle_connections(self) -> None:
         """Close connections to replicas that have been idle for too long."""
@@ -102,25 +83,28 @@ class Dispatcher:
     @property
     def num_held(self) -> int:
         """Number of requests that are waiting for a replica."""
-        return len(self.queue) + len(self._parked)
+        return self.binder.num_held
 
     def submit(self, exchange: Exchange) -> None:
         """Dispatch a request for the model, or hold it."""
-        description = self.describer.describe(exchange.head, exchange.body)
-        exchange.description = description
-        exchange.tenant, exchange.priority = description.routed.tenant, description.routed.priority
-        now = monotonic()
         self._budget.earn()
-        self.demand.arrive(description.routed.prompt_tokens, now)
-        self.metrics.offered(description.routed.prompt_tokens)
-        if (not len(self.queue) or not description.computes) and self._try_dispatch(exchange, now):
-            return
-        self._hold(exchange, now)
+        self.binder.submit(exchange, self.describer.describe(exchange.head, exchange.body))
+
+    def follow_hold(self, exchange: Exchange) -> None:
+        """Send comments while a request is held, if its client wants them."""
+        description = exchange.description
+        if description is not None and description.is_stream and PROGRESS_HEADER in exchange.head.fields:
+            self._loop.call_later(PROGRESS_SECONDS, self._send_progress, exchange)
+
+    def _send_progress(self, exchange: Exchange) -> None:
+        if not exchange.is_done and not exchange.response_started:
+            exchange.send_progress()
+            self._loop.call_later(PROGRESS_SECONDS, self._send_progress, exchange)
 
     def forward(self, exchange: Exchange) -> None:
         """Send a request that needs no scoring to the replica with the fewest requests."""
         now = monotonic()
-        excluded = self._excluded(exchange, now)
+        excluded = self.excluded(exchange, now)
         usable = [each for each in self.registry.replicas(now) if each.replica not in excluded]
         if not usable:
             exchange.fail(
@@ -153,145 +137,23 @@ class Dispatcher:
         """Return all known replicas, including replicas that are not ready."""
         return list(self._replicas.values())
 
-    # --- holding --------------------------------------------------------------------------------------------------
-
-    def schedule_pump(self) -> None:
-        """Look at the queue at the end of this iteration of the event loop."""
-        if len(self.queue) and not self._pump_is_scheduled:
-            self._pump_is_scheduled = True
-            self._loop.call_soon(self._pump)
-
-    def _hold(self, exchange: Exchange, now: float) -> None:
-        if self.config.max_hold_seconds <= 0:
-            self._reject(exchange, now)
-            return
-        self._begin_hold(exchange)
-        for rejected in self.queue.push(exchange):
-            assert isinstance(rejected, Exchange)
-            self.metrics.dropped("queue-full")
-            rejected.fail(
-                HttpError(
-                    429,
-                    "too many requests are waiting; try again later",
-                    retry_after=RETRY_AFTER_SECONDS,
-                    reason="queue-full",
-                )
-            )
-        self.demand.set_held(self.num_held, self.queue.oldest())
-        self._start_tick()
-
-    def _begin_hold(self, exchange: Exchange) -> None:
-        if exchange.was_held:
-            return
-        exchange.was_held = True
-        description = exchange.description
-        if description is not None and description.is_stream and PROGRESS_HEADER in exchange.head.fields:
-            self._loop.call_later(PROGRESS_SECONDS, self._send_progress, exchange)
-
-    def _send_progress(self, exchange: Exchange) -> None:
-        if not exchange.is_done and not exchange.response_started:
-            exchange.send_progress()
-            self._loop.call_later(PROGRESS_SECONDS, self._send_progress, exchange)
-
-    def _pump(self) -> None:
-        """Dispatch held requests while some replica has room."""
-        self._pump_is_scheduled = False
-        now = monotonic()
-        if now >= self._expires_at:
-            self._expires_at = now + EXPIRY_SECONDS
-            for expired in self.queue.expired(now - self.config.max_hold_seconds):
-                assert isinstance(expired, Exchange)
-                self.queue.remove(expired)
-                self._reject(expired, now)
-        while (held := self.queue.head(now)) is not None:
-            assert isinstance(held, Exchange)
-            choice = self._choose(held, now)
-            if choice is None and held.tried:
-                self.queue.remove(held)
-                self._park(held, TRIED_SECONDS)
-                continue
-            if choice is None or not self._may_send(held, choice):
-                break
-            self.queue.serve(held, _uncached(held, choice))
-            self._dispatch(held, choice, now)
-        self.demand.set_held(self.num_held, self.queue.oldest())
-        self._start_tick()
-
-    def _start_tick(self) -> None:
-        if len(self.queue) and self._tick is None:
-            self._tick = self._loop.call_later(TICK_SECONDS, self._on_tick)
-
-    def _on_tick(self) -> None:
-        self._tick = None
-        self._pump()
-
-    def _reject(self, exchange: Exchange, now: float) -> None:
-        """Answer a request that cannot be held, or not any longer."""
-        if self.registry.replicas(now):
-            error = HttpError(
-                429, "all replicas are busy; try again later", retry_after=RETRY_AFTER_SECONDS, reason="max-hold"
-            )
-        else:
-            error = HttpError(
-                503, "no replica is available; try again later", retry_after=RETRY_AFTER_SECONDS, reason="no-replica"
-            )
-        self.metrics.dropped(error.reason)
-        exchange.fail(error)
-
-    def _park(self, exchange: Exchange, seconds: float, *, forget_tried: bool = True) -> None:
-        """Hold a request for some time before its next attempt."""
-        self._begin_hold(exchange)
-        self._parked[exchange] = self._loop.call_later(seconds, self._unpark, exchange, forget_tried)
-
-    def _unpark(self, exchange: Exchange, forget_tried: bool) -> None:
-        del self._parked[exchange]
-        if forget_tried:
-            exchange.tried = frozenset()
-        if exchange.route is not Route.GENERATE:
-            self.forward(exchange)
-            return
-        self.queue.push_front(exchange)
-        self._pump()
-
     # --- dispatch -------------------------------------------------------------------------------------------------
 
-    def _excluded(self, exchange: Exchange, now: float) -> frozenset[str]:
+    def excluded(self, exchange: Exchange, now: float) -> frozenset[str]:
+        """Return the replicas that have failed a request, or whose breaker is open."""
         if not self._open:
             return exchange.tried
         return exchange.tried.union(
             name for name in self._open if name in self._replicas and not self._replicas[name].breaker.allows(now)
         )
 
-    def _choose(self, exchange: Exchange, now: float) -> Choice | None:
-        assert exchange.description is not None
-        return choose(
-            exchange.description.routed,
-            self.registry.replicas(now),
-            self.registry.index,
-            now,
-            self._rng,
-            self._excluded(exchange, now),
-            itl_target=self.config.itl_target_seconds,
-        )
-
-    def _try_dispatch(self, exchange: Exchange, now: float) -> bool:
-        choice = self._choose(exchange, now)
-        if choice is None or not self._may_send(exchange, choice):
-            return False
-        self._dispatch(exchange, choice, now)
-        return True
-
-    def _may_send(self, exchange: Exchange, choice: Choice) -> bool:
-        assert exchange.description is not None
-        return not exchange.description.computes or has_room(choice)
-
-    def _dispatch(self, exchange: Exchange, choice: Choice, now: float) -> None:
+    def dispatch(self, exchange: Exchange, choice: Choice, now: float) -> None:
+        """Send a request to the replica that it is bound to."""
         description = exchange.description
         assert description is not None
         exchange.choice = choice
         if description.computes:
             exchange.number = self.registry.dispatched(choice.best.replica, description.routed, now)
-        self.metrics.dispatched(exchange, choice, now)
         self._send(exchange, choice.best.replica, now)
 
     def _send(self, exchange: Exchange, name: str, now: float) -> None:
@@ -377,7 +239,7 @@ class Dispatcher:
         """Record a complete response."""
         self._end_dispatch(exchange)
         self.metrics.finished(exchange.route.value, exchange.status)
-        self.schedule_pump()
+        self.binder.schedule()
 
     def on_interrupted(self, exchange: Exchange) -> None:
         """Record a replica's failure in the middle of a response."""
@@ -385,22 +247,16 @@ class Dispatcher:
         self._end_dispatch(exchange)
         self.metrics.interrupted.inc()
         self.metrics.finished(exchange.route.value, exchange.status)
-        self.schedule_pump()
+        self.binder.schedule()
 
     def on_cancelled(self, exchange: Exchange) -> None:
         """Forget a request whose client left."""
-        timer = self._parked.pop(exchange, None)
-        if timer is not None:
-            timer.cancel()
-        elif exchange in self.queue:
-            self.queue.remove(exchange)
-        elif exchange.replica is not None:
+        if exchange.replica is not None:
             if not exchange.response_started:
                 exchange.replica.breaker.abandoned()
             self._end_dispatch(exchange)
-        self.demand.set_held(self.num_held, self.queue.oldest())
+        self.binder.cancel(exchange)
         self.metrics.finished(exchange.route.value, exchange.status)
-        self.schedule_pump()
 
     def retry_after_status(self, exchange: Exchange, status: int) -> bool:
         """Return True if the request goes to another replica because this one answered with a status."""
@@ -457,7 +313,12 @@ class Dispatcher:
         self.metrics.retried(cause)
         exchange.tried |= {exchange.replica.endpoint.name}
         self._end_dispatch(exchange)
-        self._park(exchange, self._rng.uniform(MIN_RETRY_DELAY_SECONDS, MAX_RETRY_DELAY_SECONDS), forget_tried=False)
+        delay = self._rng.uniform(MIN_RETRY_DELAY_SECONDS, MAX_RETRY_DELAY_SECONDS)
+        self.binder.park(exchange, delay, None if exchange.route is Route.GENERATE else self._forward_again)
+
+    def _forward_again(self, request: BindableRequest) -> None:
+        assert isinstance(request, Exchange)
+        self.forward(request)
 
     def _record_failure(self, exchange: Exchange) -> None:
         replica = exchange.replica
@@ -483,11 +344,6 @@ class Dispatcher:
             self._open.discard(name)
 
 
-def has_room(choice: Choice) -> bool:
-    """Return True if a replica's predicted queue is at most one of its steps."""
-    return any(each is not None and each.queue_seconds <= each.step_seconds for each in (choice.best, choice.runner_up))
-
-
 def explain(choice: Choice) -> str:
     """Return the choice in one line, for the header x-trimtab-why."""
 
@@ -499,8 +355,3 @@ def explain(choice: Choice) -> str:
 
     line = f"rule={choice.rule}; best={text(choice.best)}"
     return line if choice.runner_up is None else f"{line}; next={text(choice.runner_up)}"
-
-
-def _uncached(exchange: Exchange, choice: Choice) -> float:
-    assert exchange.description is not None
-    return exchange.description.routed.prompt_tokens - choice.best.cached_tokens

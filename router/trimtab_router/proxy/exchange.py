@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from trimtab_router.hold.queue import HeldRequest
+from trimtab_router.proxy.binding import BindableRequest
 from trimtab_router.proxy.errors import HttpError, replica_error_events
 from trimtab_router.proxy.http1 import RequestHead, ResponseHead
 from trimtab_router.proxy.routes import Route
 
 if TYPE_CHECKING:
     from trimtab_router.proxy.client import ClientConnection
-    from trimtab_router.proxy.description import Description
     from trimtab_router.proxy.dispatcher import Dispatcher
     from trimtab_router.proxy.upstream import ReplicaConnections, UpstreamConnection
     from trimtab_router.scoring.state import Choice
@@ -32,19 +31,17 @@ EVENT_END = b"\n\n\r\n"
 """End of a chunk with whole SSE events: another chunk can follow."""
 
 
-class Exchange(HeldRequest):
+class Exchange(BindableRequest):
     """One request and its response.
 
     The request's body is kept until the response begins, so that another replica can be tried.
     """
 
     __slots__ = (
-        "arrived_at",
         "attempts",
         "body",
         "choice",
         "client",
-        "description",
         "dispatched_at",
         "dispatcher",
         "error_body",
@@ -60,9 +57,7 @@ class Exchange(HeldRequest):
         "response_started",
         "route",
         "status",
-        "tried",
         "upstream",
-        "was_held",
     )
 
     def __init__(
@@ -74,15 +69,12 @@ class Exchange(HeldRequest):
         route: Route,
         arrived_at: float,
     ) -> None:
-        super().__init__(tenant="", priority=0, num_bytes=len(body) + len(head.target), held_at=arrived_at)
+        super().__init__(len(body) + len(head.target), arrived_at)
         self.client, self.dispatcher = client, dispatcher
         self.head, self.body, self.route = head, body, route
         self.request_id = head.fields.get(b"x-request-id", b"")
-        self.arrived_at = arrived_at
-        self.description: Description | None = None
         self.choice: Choice | None = None
         self.attempts = 0
-        self.tried: frozenset[str] = frozenset()
         self.replica: ReplicaConnections | None = None
         """Replica of the present attempt; None while the request is held, and at the end."""
         self.replica_name = ""
@@ -97,7 +89,6 @@ class Exchange(HeldRequest):
         """True once status 200 has been sent, because the client wants to see that its request is held."""
         self.error_body: bytes | None = None
         """Body of a replica's error after that; None if the replica has not answered with an error."""
-        self.was_held = False
         self.is_done = False
         self.status = 0
 
@@ -162,6 +153,17 @@ class Exchange(HeldRequest):
                 self.client.abort()
             return
         self.dispatcher.retry_after_failure(self, cause, is_stale=connection.is_reused and not connection.has_answered)
+
+    # --- called by the binder -------------------------------------------------------------------------------------
+
+    def excluded(self, now: float) -> frozenset[str]:
+        return self.dispatcher.excluded(self, now)
+
+    def on_hold(self) -> None:
+        self.dispatcher.follow_hold(self)
+
+    def bind(self, choice: Choice, now: float) -> None:
+        self.dispatcher.dispatch(self, choice, now)
 
     # --- called by the client connection and the dispatcher -------------------------------------------------------
 

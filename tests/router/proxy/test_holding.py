@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from stub_upstream import Received, StubUpstream, raw_client
 from trimtab_router.proxy import dispatcher as dispatcher_module
-from trimtab_router.proxy.dispatcher import has_room
+from trimtab_router.proxy.binding import has_room
 from trimtab_router.scoring.state import Candidate, Choice, StepTime
 
 if TYPE_CHECKING:
