@@ -50,7 +50,8 @@ WATCHED = {Grant(RESOURCES[kind][0], RESOURCES[kind][2], "watch") for kind in (*
 
 def granted(*settings: str) -> set[Grant]:
     """Return the permissions of the chart's roles."""
-    return {grant for made in render(*settings) if made["kind"] in ("Role", "ClusterRole") for grant in _of(made)}
+    roles = (made for made in render(*settings) if made["kind"] in ("Role", "ClusterRole"))
+    return {grant for made in roles if not made["metadata"]["name"].endswith(("-view", "-edit")) for grant in _of(made)}
 
 
 def _of(role: Manifest) -> Iterable[Grant]:
