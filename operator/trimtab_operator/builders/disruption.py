@@ -15,8 +15,10 @@ from trimtab_operator.builders.labels import (
 from trimtab_operator.resource.spec import InferenceDeployment
 
 
-def disruption_budget(deployment: InferenceDeployment, *, max_down: int) -> dict[str, Any]:
+def disruption_budget(deployment: InferenceDeployment, *, max_down: int, evicts_unhealthy: bool) -> dict[str, Any]:
     """Return the budget: as many pods may be unavailable as replicas in a rollout.
+
+    With `evicts_unhealthy`, pods that load or crash never block a node drain; Kubernetes knows that since 1.27.
 
     In a replica with several pods, an eviction restarts all of them, so the budget is exhausted until all are back. A
     single replica may be evicted, because otherwise its node could never be drained.
@@ -30,6 +32,7 @@ def disruption_budget(deployment: InferenceDeployment, *, max_down: int) -> dict
             "labels": common_labels(deployment),
         },
         "spec": {
+            **({"unhealthyPodEvictionPolicy": "AlwaysAllow"} if evicts_unhealthy else {}),
             "maxUnavailable": max_down,
             "selector": {
                 "matchLabels": {DEPLOYMENT_LABEL: deployment.name},

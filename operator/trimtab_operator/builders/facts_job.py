@@ -5,6 +5,7 @@ It requests no GPU and reads headers only. Its result is the container's termina
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from trimtab_operator.builders.labels import (
 from trimtab_operator.builders.model_volume import model_claim, model_volumes
 from trimtab_operator.builders.overlay import apply_overlay
 from trimtab_operator.builders.pod import CONTAINER, ENGINE_USER
+from trimtab_operator.layout.node_gpus import GPU_RESOURCE
 from trimtab_operator.resource.spec import (
     ContainerOverlay,
     InferenceDeployment,
@@ -33,6 +35,8 @@ RETRIES = 0  # of the Job; the operator reads the termination message and retrie
 DEADLINE_SECONDS = 3600  # headers are read in seconds; the rest is for node scale-up
 RESULT_TTL_SECONDS = 3600  # for results that no operator has read; the Job is created again later
 REQUESTS = {"cpu": "50m", "memory": "128Mi"}
+GPU_TOLERATION = {"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}
+ENVIRONMENT_KEYS = ("kubernetes.io/arch", "kubernetes.io/os")  # the image needs these of a node
 LIMITS = {
     "cpu": "1",
     "memory": "1Gi",
@@ -122,14 +126,18 @@ def _near_the_engines(deployment: InferenceDeployment) -> dict[str, Any]:
 
 
 def _with_reader_overlay(deployment: InferenceDeployment) -> InferenceDeployment:
-    """Return the deployment with the overlay that the Job needs, without resources, labels and scheduling of engines.
+    """Return the deployment with the overlay that the Job needs, without the resources of engines.
 
+    The Job needs no GPU. It therefore ignores the selector of the GPU pool, unless a volume may be bound to that pool's
+    nodes, and tolerates the taint of GPU nodes, because a cluster may have no others.
     For downloaded models, the Job keeps the environment, which may name mirrors and proxies, and the ServiceAccount,
     which may be the identity for the source.
     """
     overlay = deployment.spec.template
     pod = overlay.spec
     asks = deployment.spec.model.is_downloaded
+    is_on_gpus = deployment.spec.runtime.device == "cuda"
+    is_near = not is_on_gpus or bool(pod.volumes) or model_claim(deployment.spec) is not None
     containers = tuple(
         ContainerOverlay(
             name=main.name,
@@ -143,14 +151,25 @@ def _with_reader_overlay(deployment: InferenceDeployment) -> InferenceDeployment
     account = (pod.model_extra or {}).get("serviceAccountName") if asks else None
     kept = PodOverlay(
         containers=containers,
-        node_selector=pod.node_selector,
-        tolerations=pod.tolerations,
-        affinity=pod.affinity,
+        node_selector=pod.node_selector if is_near else _of_environment(pod.node_selector),
+        tolerations=_with_gpu_toleration(pod.tolerations) if is_on_gpus else pod.tolerations,
+        affinity=pod.affinity if is_near else None,
+        scheduler_name=pod.scheduler_name,
+        runtime_class_name=pod.runtime_class_name,
         image_pull_secrets=pod.image_pull_secrets,
         volumes=pod.volumes,
         priority_class_name=pod.priority_class_name,
         security_context=pod.security_context,
         **({} if account is None else {"serviceAccountName": account}),
     )
-    template = PodTemplate(metadata=TemplateMetadata(annotations=overlay.metadata.annotations), spec=kept)
+    metadata = TemplateMetadata(labels=overlay.metadata.labels, annotations=overlay.metadata.annotations)
+    template = PodTemplate(metadata=metadata, spec=kept)
     return replace(deployment, spec=deployment.spec.model_copy(update={"template": template}))
+
+
+def _of_environment(node_selector: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in node_selector.items() if key in ENVIRONMENT_KEYS}
+
+
+def _with_gpu_toleration(tolerations: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    return tolerations if GPU_TOLERATION in tolerations else (*tolerations, GPU_TOLERATION)

@@ -44,7 +44,8 @@ def _pod(pod: Mapping[str, Any], overlay: PodOverlay, allowed_privileges: frozen
     if overlay.volumes:
         merged["volumes"] = [*pod["volumes"], *map(_volume, overlay.volumes)]
     if overlay.security_context:
-        merged["securityContext"] = {**pod["securityContext"], **overlay.security_context}
+        security = {**pod["securityContext"], **overlay.security_context}  # null removes a field, as OpenShift needs it
+        merged["securityContext"] = {name: value for name, value in security.items() if value is not None}
     (main,) = pod["containers"]
     for container in overlay.containers:
         main = _container(main, container)

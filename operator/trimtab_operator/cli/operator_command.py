@@ -34,7 +34,9 @@ from trimtab_operator.planning.router import router_manifests
 from trimtab_operator.planning.tuning import current_replicas
 from trimtab_operator.resource.allowed_privileges import PRIVILEGES
 from trimtab_operator.resource.installation import (
+    DEFAULT_DISRUPTION_BUDGETS,
     Alerts,
+    DisruptionBudgets,
     GpuBudget,
     Installation,
     NetworkAccess,
@@ -168,6 +170,13 @@ def run(
             '"evictUnhealthy": true}.',
         ),
     ] = None,
+    disruption_budgets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='PodDisruptionBudgets of replicas: {"enabled": true, "evictUnhealthy": true}. Default: both true.',
+        ),
+    ] = None,
     allow_privilege: AllowPrivilege = None,
     log_format: Annotated[LogFormat, typer.Option(help="One JSON object per line, or text.")] = LogFormat.JSON,
     log_level: Annotated[str, typer.Option(help="Log level: debug, info, warning or error.")] = "info",
@@ -240,6 +249,7 @@ def run(
             _choice("--gpu-budget", gpu_budget, GpuBudget),
             _choice("--router", router, RouterDefaults),
             operator_class,
+            _choice("--disruption-budgets", disruption_budgets, DisruptionBudgets) or DEFAULT_DISRUPTION_BUDGETS,
         ),
         prometheus=prometheus,
     )

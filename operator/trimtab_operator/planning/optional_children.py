@@ -43,7 +43,13 @@ def optional_children(
     network, monitoring, alerts = installation.network, installation.pod_monitoring, installation.alerts
     spans_pods = layout_of(deployment.spec).pods > 1 or any(map(is_worker, observed.stateful_sets))
     return {
-        "PodDisruptionBudget": disruption_budget(deployment, max_down=allowed_down(deployment, replicas)),
+        "PodDisruptionBudget": disruption_budget(
+            deployment,
+            max_down=allowed_down(deployment, replicas),
+            evicts_unhealthy=installation.disruption_budgets.evict_unhealthy,
+        )
+        if installation.disruption_budgets.enabled
+        else None,
         "NetworkPolicy": None if network is None else network_policy(deployment, network, spans_pods=spans_pods),
         "PodMonitor": None if monitoring is None else pod_monitor(deployment, monitoring),
         "PrometheusRule": None if alerts is None else prometheus_rule(deployment, alerts),

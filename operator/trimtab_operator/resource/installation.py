@@ -55,6 +55,16 @@ class RouterDefaults(Model):
     )
 
 
+class DisruptionBudgets(Model):
+    """Settings of the PodDisruptionBudgets of replicas."""
+
+    enabled: bool = Field(default=True, description="Create a PodDisruptionBudget per resource.")
+    evict_unhealthy: bool = Field(
+        default=True, description="Pods that are not Ready never block an eviction; needs Kubernetes 1.27."
+    )
+
+
+DEFAULT_DISRUPTION_BUDGETS = DisruptionBudgets()
 Gpus = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
@@ -80,3 +90,4 @@ class Installation:
     """Settings of routers; None if this installation has no router."""
     operator_class: str | None = None
     """Class of this operator; it serves resources with the same spec.class."""
+    disruption_budgets: DisruptionBudgets = DEFAULT_DISRUPTION_BUDGETS

@@ -685,7 +685,16 @@ REFUSED_POD_FIELDS: Mapping[str, str] = {
     "shareProcessNamespace": "is not supported; remove it",
 }
 ACCOUNT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
-VOLUME_SOURCES = ("configMap", "secret", "emptyDir", "persistentVolumeClaim", "ephemeral", "downwardAPI")
+VOLUME_SOURCES = (  # those of the Pod Security Standard "restricted"
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+)
 RESERVED_VOLUMES = ("rendezvous", "model", "shm", "tmp", CACHE_VOLUME, TOKEN_VOLUME, ACCOUNTS_VOLUME)
 RESERVED_MOUNTS = ("/dev/shm", "/etc/trimtab", "/tmp", "/models")  # noqa: S108 - paths in the pod, not here
 SECURITY_FIELDS = ("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy", "supplementalGroups")
@@ -764,14 +773,28 @@ def validate_overlay_security(deployment: InferenceDeployment) -> Iterator[Valid
                 )
             elif source not in VOLUME_SOURCES:
                 yield ValidationError(f"{where}.{source}", f"is not allowed; use one of {', '.join(VOLUME_SOURCES)}")
+        yield from _token_errors(f"{where}.projected", volume.get("projected"))
     for name, value in (overlay.security_context or {}).items():
         where = f"spec.template.spec.securityContext.{name}"
         if name not in SECURITY_FIELDS:
             yield ValidationError(where, f"cannot be overridden; use one of {', '.join(SECURITY_FIELDS)}")
         elif name == "runAsUser" and value in (0, "0"):
             yield ValidationError(where, "engine pods never run as root; use another user")
-        elif name in ("runAsUser", "runAsGroup", "fsGroup") and (type(value) is not int or not 0 <= value < 2**31):
-            yield ValidationError(where, f"is {value!r}; set a number from 0 to 2147483647")
+        elif name in ("runAsUser", "runAsGroup", "fsGroup") and not (
+            value is None or (type(value) is int and 0 <= value < 2**31)
+        ):
+            message = f"is {value!r}; set a number from 0 to 2147483647, or null to let the cluster choose"
+            yield ValidationError(where, message)
+
+
+def _token_errors(where: str, projected: object) -> Iterator[ValidationError]:
+    """Yield an error for a projected token of the API server: engines do not call it."""
+    sources = projected.get("sources") if isinstance(projected, Mapping) else None
+    for index, source in enumerate(sources if isinstance(sources, list | tuple) else ()):
+        token = source.get("serviceAccountToken") if isinstance(source, Mapping) else None
+        if token is not None and not (isinstance(token, Mapping) and token.get("audience")):
+            field = f"{where}.sources[{index}].serviceAccountToken"
+            yield ValidationError(f"{field}.audience", "is empty, so the token would be for the API server; set it")
 
 
 def validate_overlay_reserved_names(deployment: InferenceDeployment) -> Iterator[ValidationError]:

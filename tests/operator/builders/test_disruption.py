@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from operator_cluster import FakeCluster
 from trimtab_operator.builders.labels import FACTS_COMPONENT, ROLE_LABEL
+from trimtab_operator.resource.installation import DisruptionBudgets, Installation
 
 
 def a_settled_cluster(**spec: Any) -> FakeCluster:
@@ -58,5 +59,29 @@ def test_engines_are_counted_and_the_reader_of_the_model_is_not() -> None:
 
 def test_a_cluster_that_serves_no_budgets_is_given_none() -> None:
     cluster = FakeCluster()
+    cluster.settle()
+    assert ("PodDisruptionBudget", "m") not in cluster.objects
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_loading_or_crashing_replica_never_blocks_a_drain(replicas: int) -> None:
+    cluster = a_settled_cluster(replicas=replicas)
+    for name in cluster.pods:
+        cluster.set_ready(name, ready=False)
+    assert budget(cluster)["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    assert all(map(cluster.lets_go, cluster.pods))
+    del cluster.objects["PodDisruptionBudget", "m"]["spec"]["unhealthyPodEvictionPolicy"]
+    assert not any(map(cluster.lets_go, cluster.pods)), "as before Kubernetes 1.27"
+
+
+def test_serving_replica_is_kept_while_another_is_down() -> None:
+    cluster = a_settled_cluster(replicas=2)
+    cluster.set_ready("m-g0-0", ready=False)
+    assert (cluster.lets_go("m-g0-0"), cluster.lets_go("m-g1-0")) == (True, False)
+
+
+def test_budgets_can_be_disabled() -> None:
+    cluster = a_settled_cluster()
+    cluster.installation = Installation(disruption_budgets=DisruptionBudgets(enabled=False))
     cluster.settle()
     assert ("PodDisruptionBudget", "m") not in cluster.objects

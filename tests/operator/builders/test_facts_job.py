@@ -15,6 +15,7 @@ OVERLAY: dict[str, Any] = {
         "tolerations": [{"key": "gpu", "operator": "Exists"}],
         "imagePullSecrets": [{"name": "pull"}],
         "runtimeClassName": "nvidia",
+        "schedulerName": "own",
         "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "c"}}],
         "containers": [
             {
@@ -46,7 +47,7 @@ def test_facts_job_writes_termination_message() -> None:
 def test_facts_job_has_no_gpu_and_engine_privileges() -> None:
     pod = a_job(parallelism={"tensor": 8})["spec"]["template"]["spec"]
     (main,) = pod["containers"]
-    assert "nvidia.com/gpu" not in str(pod)
+    assert "nvidia.com/gpu" not in str(main)
     assert main["resources"]["limits"]["memory"]
     assert main["securityContext"]["readOnlyRootFilesystem"] is True
     assert main["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -75,11 +76,35 @@ def test_the_overlay_counts_where_a_reader_needs_it() -> None:
     pod = template["spec"]
     (main,) = pod["containers"]
     assert pod["nodeSelector"] == {"disk": "fast"}
-    assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert pod["tolerations"][0] == {"key": "gpu", "operator": "Exists"}
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
     assert {"name": "data", "mountPath": "/data"} in main["volumeMounts"]
     assert template["metadata"]["annotations"] == {"sidecar": "no"}
-    assert "team" not in template["metadata"]["labels"]
-    assert "runtimeClassName" not in pod
+    assert template["metadata"]["labels"]["team"] == "a", "policies may require it"
+    assert pod["runtimeClassName"] == "nvidia"
+    assert pod["schedulerName"] == "own"
     assert main["resources"]["limits"] == {"cpu": "1", "memory": "1Gi"}, "the reader needs as little as that"
     assert [variable["name"] for variable in main["env"]] == ["HOME"]
+
+
+GPU_POOL = {"nodeSelector": {"cloud.example.com/accelerator": "h100", "kubernetes.io/arch": "arm64"}}
+
+
+def test_facts_job_needs_no_gpu_node_and_may_use_one() -> None:
+    pod = a_job(runtime={"image": "engine:1", "device": "cuda"}, template={"spec": GPU_POOL})["spec"]["template"][
+        "spec"
+    ]
+    assert pod["nodeSelector"] == {"kubernetes.io/arch": "arm64"}
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["tolerations"]
+
+
+def test_facts_job_uses_the_nodes_of_a_claim() -> None:
+    runtime = {"image": "engine:1", "device": "cuda"}
+    pod = a_job("pvc://weights/llama", runtime=runtime, template={"spec": GPU_POOL})["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == GPU_POOL["nodeSelector"]
+
+
+def test_facts_job_on_cpus_keeps_the_selector_and_tolerates_nothing() -> None:
+    pod = a_job(runtime={"image": "engine:1", "device": "cpu"}, template={"spec": GPU_POOL})["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == GPU_POOL["nodeSelector"]
+    assert "tolerations" not in pod

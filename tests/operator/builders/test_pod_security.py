@@ -11,6 +11,7 @@ from pod_security import violations
 from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.facts_job import facts_job
 from trimtab_operator.builders.stateful_set import leader_stateful_set, rendered, worker_stateful_set
+from trimtab_operator.validation.rules import validation_errors
 
 HASHES = TokenHashes("0" * 64, "f" * 64)
 SPECS: list[dict[str, Any]] = [
@@ -63,3 +64,12 @@ def test_the_checker_sees_what_the_profile_forbids(path: tuple[str | int, ...], 
         place = place[step]
     place[path[-1]] = value
     assert len(violations(template)) == 1
+
+
+def test_ids_can_be_left_to_the_cluster() -> None:
+    """OpenShift assigns ids from the range of the namespace and rejects others."""
+    removed = {"runAsUser": None, "runAsGroup": None, "fsGroup": None}
+    deployment = a_deployment(template={"spec": {"securityContext": removed}})
+    assert validation_errors(deployment) == ()
+    pod = rendered(deployment, token_hashes=HASHES).template["spec"]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}

@@ -381,16 +381,18 @@ class FakeCluster:
         pod["metadata"] = {**ends, "deletionGracePeriodSeconds": int(self.drain_seconds), **pod["metadata"]}
 
     def lets_go(self, name: str) -> bool:
-        """Whether the PodDisruptionBudget lets a pod be evicted now, as the API server asks it: one that is not Ready
-        always.
+        """Whether the PodDisruptionBudget lets a pod be evicted now, by the API server's rules: a pod that is not Ready
+        always with AlwaysAllow, and otherwise while as many are healthy as wanted, if any are wanted.
         """
-        if not is_pod_ready(self.pods[name]):
-            return True
+        budget = self.objects["PodDisruptionBudget", "m"]["spec"]
         sets = [made for (kind, _), made in self.objects.items() if kind == "StatefulSet"]
         wanted = sum(stateful_set["spec"]["replicas"] for stateful_set in sets)
         healthy = sum(ordinal_of(pod) is not None and is_pod_ready(pod) for pod in self.pods.values())
-        most_down = int(self.objects["PodDisruptionBudget", "m"]["spec"]["maxUnavailable"])
-        return healthy > int(wanted) - most_down
+        least_healthy = int(wanted) - int(budget["maxUnavailable"])
+        if not is_pod_ready(self.pods[name]):
+            always = budget.get("unhealthyPodEvictionPolicy") == "AlwaysAllow"
+            return always or healthy >= least_healthy > 0 or healthy > least_healthy
+        return healthy > least_healthy
 
     def patch(self, order: Patch) -> None:
         """Set live fields of an engine, if it is of the generation that was seen."""

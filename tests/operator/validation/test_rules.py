@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 from crd_rules import cel_refusals
+from operator_builders import a_deployment
 from trimtab_operator.planning.admission import review, validation_messages
-from trimtab_operator.validation.rules import RULES
+from trimtab_operator.validation.rules import RULES, validation_errors
 
 BASE: dict[str, Any] = yaml.safe_load("""
 apiVersion: trimtab.dev/v1alpha1
@@ -569,3 +570,19 @@ def test_a_write_to_scale_is_allowed() -> None:
     scale = {"apiVersion": "autoscaling/v1", "kind": "Scale", "metadata": {"name": "m"}, "spec": {"replicas": 3}}
     request = {"uid": "r", "operation": "UPDATE", "subResource": "scale", "object": scale, "oldObject": {}}
     assert review({"request": request}, default_image=None)["response"]["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"csi": {"driver": "secrets-store.csi.k8s.io", "readOnly": True}}, None),
+        ({"projected": {"sources": [{"secret": {"name": "s"}}, {"configMap": {"name": "c"}}]}}, None),
+        ({"projected": {"sources": [{"serviceAccountToken": {"path": "t", "audience": "vault"}}]}}, None),
+        ({"projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}, "for the API server; set it"),
+        ({"nfs": {"server": "s", "path": "/"}}, "is not allowed; use one of"),
+    ],
+)
+def test_volumes_are_those_of_the_restricted_profile(source: dict[str, Any], said: str | None) -> None:
+    template = {"spec": {"volumes": [{"name": "v", **source}]}}
+    errors = [str(error) for error in validation_errors(a_deployment(template=template))]
+    assert (errors == []) if said is None else any(said in error for error in errors)
