@@ -235,6 +235,18 @@ def conversations(rng: random.Random, count: int) -> list[tuple[float, int, int,
     return rows
 
 
+def both_of_conversations(seed: int, policy: EngineModelPolicy, num_blocks: int) -> tuple[EngineModel, StepwiseEngine]:
+    """Serve 60 requests with shared prefixes by both."""
+    fast = EngineModel(COST, policy, SharedBlocks(num_blocks, key_tokens=KEY_TOKENS), gaps=Gaps(fine_edges()))
+    slow = StepwiseEngine(COST, policy, num_blocks, key_tokens=KEY_TOKENS)
+    for engine in (fast, slow):
+        for row in conversations(random.Random(seed), 60):
+            engine.run_until(row[0])
+            engine.add(Sequence(*row))
+        engine.drain()
+    return fast, slow
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -246,17 +258,17 @@ def conversations(rng: random.Random, count: int) -> list[tuple[float, int, int,
 def test_shared_prefix_blocks_match_scheduler(
     seed: int, slots: int, budget: int, blocks: int, allowance: Allowance | None
 ) -> None:
-    rows = conversations(random.Random(seed), 60)
-    policy = EngineModelPolicy(slots, budget, allowance=allowance)
-    gaps = Gaps(fine_edges())
-    fast = EngineModel(COST, policy, SharedBlocks(blocks, key_tokens=KEY_TOKENS), gaps=gaps)
-    slow = StepwiseEngine(COST, policy, blocks, key_tokens=KEY_TOKENS)
-    for engine in (fast, slow):
-        for row in rows:
-            engine.run_until(row[0])
-            engine.add(Sequence(*row))
-        engine.drain()
+    fast, slow = both_of_conversations(seed, EngineModelPolicy(slots, budget, allowance=allowance), blocks)
     assert_alike(fast, slow)
     found = [sorted((s.arrival, s.num_cached) for s in engine.finished) for engine in (fast, slow)]
     assert found[0] == found[1]
     assert any(cached for _, cached in found[0])
+
+
+@pytest.mark.parametrize(("seed", "allowance"), [(7191, 0.1), (3010, 1.0), (349, 1.0)])
+def test_step_that_changes_lateness_of_a_waiting_head_matches(seed: int, allowance: float) -> None:
+    """A head that waits for blocks becomes late earlier, because the step that found no blocks computed prompts and
+    took longer than all before it.
+    """
+    fast, slow = both_of_conversations(seed, EngineModelPolicy(16, 1024, allowance=Allowance(allowance)), 34)
+    assert_alike(fast, slow)

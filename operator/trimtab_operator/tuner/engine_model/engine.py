@@ -523,6 +523,8 @@ class EngineModel:
             counters.blocked_seconds[self._blocked] += seconds
         if has_prompts:
             self._waiting.record_step(seconds)
+            if self._is_stuck and self._blocked == KV:  # a longer step makes the head late earlier
+                self._stuck_until = self._waiting.next_change()
         self._advance_clock(seconds, plan)
         for sequence in done:
             self._begin_decoding(sequence)
