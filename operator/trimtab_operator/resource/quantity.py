@@ -37,6 +37,47 @@ def is_same_quantity(a: str | float, b: str | float) -> bool:
         return False
 
 
+def canonical_quantity(text: str) -> str:
+    """Return the shortest usual spelling of a quantity: `1000m` → 1, `8192Mi` → 8Gi, `8589934592` → 8Gi.
+
+    Raises:
+        ValueError: The text is not a quantity.
+    """
+    value = parse_quantity(text)
+    if value != value.to_integral_value():
+        scaled = ((suffix, value.scaleb(digits)) for suffix, digits in (("m", 3), ("u", 6), ("n", 9)))
+        return next((f"{n:f}".partition(".")[0] + suffix for suffix, n in scaled if n == n.to_integral_value()), text)
+    number, suffix = int(value), ""
+    if number and number % (1 << 20) == 0:
+        for suffix in reversed(_BINARY):
+            if number % 1024 ** _BINARY[suffix] == 0:
+                number //= 1024 ** _BINARY[suffix]
+                break
+    return f"{number}{suffix}"
+
+
+def canonical_duration(text: str) -> str:
+    """Return the usual spelling of a duration: `60s` → 1m, `2000us` → 2ms.
+
+    Raises:
+        ValueError: The text is not a duration.
+    """
+    microseconds = round(parse_seconds(text) * 1_000_000)
+    if microseconds % 1000:
+        return f"{microseconds}us"
+    if microseconds % 1_000_000:
+        return f"{microseconds // 1000}ms"
+    minutes, seconds = divmod(microseconds // 1_000_000, 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = (f"{number}{unit}" for number, unit in ((hours, "h"), (minutes, "m"), (seconds, "s")) if number)
+    return "".join(parts) or text  # zero, which most fields reject by the spelling of the user
+
+
+def canonical_fraction(text: str) -> str:
+    """Return a fraction without trailing zeros: `0.90` → 0.9."""
+    return text.rstrip("0").rstrip(".") if text.strip("0.") else "0.0"
+
+
 def parse_seconds(text: str) -> float:
     """Parse a duration such as `90s`, `1m30s`, `2h`, `500ms` or `125us` to seconds.
 

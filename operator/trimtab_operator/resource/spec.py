@@ -10,11 +10,12 @@ import functools
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from trimtab_operator.errors import InvalidSpec
@@ -34,6 +35,7 @@ from trimtab_operator.resource.patterns import (
     SERVED_NAME,
     SHA256,
 )
+from trimtab_operator.resource.quantity import canonical_duration, canonical_fraction, canonical_quantity
 from trimtab_operator.resource.schema_errors import schema_errors
 
 GROUP = "trimtab.dev"
@@ -49,10 +51,11 @@ MAX_KEPT_SPECS, MAX_KEPT_TEXT = 1024, 16384  # parsed specs in the cache, and ch
 MAX_NAME_LENGTH = 40  # child names and the pods' generated labels get suffixes and must stay below 63
 
 
-Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6)]
-Quantity = Annotated[str, Field(pattern=QUANTITY, max_length=24)]
-Duration = Annotated[str, Field(pattern=DURATION, min_length=2, max_length=24)]
-FineDuration = Annotated[str, Field(pattern=FINE_DURATION, max_length=10)]
+# Canonical spellings: an equal amount or duration is no change, as for a Deployment.
+Fraction = Annotated[str, Field(pattern=FRACTION, max_length=6), AfterValidator(canonical_fraction)]
+Quantity = Annotated[str, Field(pattern=QUANTITY, max_length=24), AfterValidator(canonical_quantity)]
+Duration = Annotated[str, Field(pattern=DURATION, min_length=2, max_length=24), AfterValidator(canonical_duration)]
+FineDuration = Annotated[str, Field(pattern=FINE_DURATION, max_length=10), AfterValidator(canonical_duration)]
 IntOrString = int | str
 
 
@@ -705,13 +708,37 @@ def _free_form(**extra: Any) -> dict[str, Any]:
     return {"x-kubernetes-preserve-unknown-fields": True, **extra}
 
 
+def with_canonical_amounts(resources: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return requests and limits with canonical quantities. Other content is left to the validation rules."""
+    return {kind: _canonical(amounts) for kind, amounts in resources.items()} if resources else resources
+
+
+def _canonical(amounts: object) -> object:
+    if not isinstance(amounts, Mapping):
+        return amounts
+    found = dict(amounts)
+    for name, amount in amounts.items():
+        if isinstance(amount, str | int | float) and not isinstance(amount, bool):
+            with suppress(ValueError):
+                found[name] = canonical_quantity(str(amount))
+    return found
+
+
+def with_canonical_size(volume: dict[str, Any]) -> dict[str, Any]:
+    """Return a volume with a canonical `emptyDir.sizeLimit`."""
+    empty = volume.get("emptyDir")
+    if not isinstance(empty, Mapping):
+        return volume
+    return {**volume, "emptyDir": _canonical(empty)}
+
+
 class ContainerOverlay(BaseModel):
     """Overlay of the container `main`."""
 
     model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="allow", frozen=True)
 
     name: str = Field(max_length=63, description="Must be main, the name of the engine's container.")
-    resources: dict[str, Any] | None = Field(
+    resources: Annotated[dict[str, Any] | None, AfterValidator(with_canonical_amounts)] = Field(
         default=None, description="Requests and limits.", json_schema_extra=_free_form()
     )
     env: tuple[dict[str, Any], ...] = Field(
@@ -750,7 +777,7 @@ class PodOverlay(BaseModel):
     image_pull_secrets: tuple[dict[str, Any], ...] = Field(
         default=(), max_length=16, description="Secrets for pulling the image.", json_schema_extra=_free_form()
     )
-    volumes: tuple[dict[str, Any], ...] = Field(
+    volumes: tuple[Annotated[dict[str, Any], AfterValidator(with_canonical_size)], ...] = Field(
         default=(),
         max_length=64,
         description="Additional volumes; hostPath is rejected unless podOverlay.allowedPrivileges lists it.",
