@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -68,8 +69,12 @@ class Load:
             await self.pause(self.options.get("pause_seconds", 0.0))
 
     async def send_at_rate(self, client: httpx.AsyncClient, rate: float) -> None:
-        """Send requests at a fixed rate, whatever their latency, for each tenant in turn."""
-        running, begin, choice = [], time.monotonic(), random.Random(0)
+        """Send requests at a fixed rate, whatever their latency, for each tenant in turn.
+
+        Each is sent completely before the next one, so that they arrive in this order.
+        """
+        running: list[asyncio.Task[bool]] = []
+        begin, choice = time.monotonic(), random.Random(0)
         tenants = self.options.get("tenants") or [""]
         limit = self.options.get("max_requests", 0) or float("inf")
         while rate and len(running) < limit and not self.stopping.is_set():
@@ -77,7 +82,10 @@ class Load:
             position = len(self.first_tokens.setdefault(tenant, []))
             self.first_tokens[tenant].append(float("nan"))
             prompt = " ".join(choice.choices(WORDS, k=self.options["prompt_tokens"]))
-            running.append(asyncio.create_task(self.request(client, prompt, tenant=tenant, position=position)))
+            sent = asyncio.Event()
+            sending = self.request(client, prompt, tenant=tenant, position=position, sent=sent)
+            running.append(asyncio.create_task(sending))
+            await sent.wait()
             await asyncio.sleep(max(0.0, begin + len(running) / rate - time.monotonic()))
         await asyncio.gather(*running)
 
@@ -106,22 +114,33 @@ class Load:
             self.probed += 1
 
     async def request(
-        self, client: httpx.AsyncClient, prompt: str, *, tenant: str = "", position: int | None = None
+        self,
+        client: httpx.AsyncClient,
+        prompt: str,
+        *,
+        tenant: str = "",
+        position: int | None = None,
+        sent: asyncio.Event | None = None,
     ) -> bool:
-        """Stream one completion of exactly `output_tokens`. Return False if it failed."""
-        headers = {TENANT_HEADER: tenant} if tenant else {}
+        """Stream one completion of exactly `output_tokens`. Set `sent` when it is sent. Return False if it failed."""
+        sent = sent or asyncio.Event()
         length = self.options["output_tokens"]
         body = {
             "model": self.options["model"], "prompt": prompt, "stream": True, "temperature": 0.0,
             "max_tokens": length, "min_tokens": length, "stream_options": {"include_usage": True},
         }  # fmt: skip
+        content = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(content))}
+        if tenant:
+            headers[TENANT_HEADER] = tenant
         begin = time.monotonic()
         first = None
         reason = None
         usage = 0
         status = 0
         try:
-            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            announced = _announced(content, sent)
+            async with client.stream("POST", "/v1/completions", content=announced, headers=headers) as answer:
                 status = answer.status_code
                 if status != 200:
                     text = (await answer.aread()).decode(errors="replace")
@@ -139,6 +158,8 @@ class Load:
                     usage = (chunk.get("usage") or {}).get("completion_tokens", usage)
         except (httpx.HTTPError, ValueError) as error:
             return self.failed(status, f"{type(error).__name__}: {error}", started=first is not None)
+        finally:
+            sent.set()
         if reason != "length" or usage != length or first is None:
             return self.failed(
                 status, f"ended with finish_reason {reason} after {usage} of {length} tokens", started=first is not None
@@ -180,6 +201,12 @@ class Load:
             "windows": self.windows,
             "overtaken_seconds": max(map(overtaken_seconds, self.first_tokens.values()), default=0.0),
         }
+
+
+async def _announced(body: bytes, sent: asyncio.Event) -> AsyncIterator[bytes]:
+    """Yield a request body, and set `sent` once it is written to the connection."""
+    yield body
+    sent.set()
 
 
 def overtaken_seconds(times: list[float]) -> float:
