@@ -92,7 +92,7 @@ class PrefixIndex:
             heappush(self._expiries, (until, self._num_dispatches, replica, keys))
 
     def match(self, keys: Sequence[int], now: float) -> dict[int, int]:
-        """Return the number of leading keys that each replica holds or expects, without those that have none."""
+        """Return the number of leading keys that each replica holds or expects; replicas with none are absent."""
         if self._expiries and self._expiries[0][0] <= now:
             self._expire(now)
         counts: dict[int, int] = {}

@@ -2,7 +2,7 @@
 
     J = rest of the step + (Q + u) · e + u · e · (π + δ) + σ + τ + KV + adapter
 
-`Q` is the uncached prompt tokens ahead, `u` those of the request itself, `e` the seconds per prompt token at the
+`Q` is the uncached prompt tokens ahead, `u` the request's own ones, `e` the seconds per prompt token at the
 replica's present batch. The other terms are costs to other requests, in seconds: `π = ρ / (1 − ρ)` to later ones, per
 second of prefill at a prefill share of ρ; `σ` to the prompt ahead, which ends in the step that this one fills up; `τ`
 to decoding ones; `δ` is the share of displaced cache content that will have to be computed again. `KV` is the wait for
@@ -153,7 +153,7 @@ def _predict(
         ends_at = state.step_ends_at
         if ends_at is not None and ends_at > now:
             wait += ends_at - now
-        # Its own gaps, and how much longer it makes those of the running requests.
+        # Its own inter-token latency, and the increase that it causes for each running request.
         longer = per_token + time.per_sequence + time.per_context * prompt
         price = ITL_WEIGHT * (fixed + running * longer)
         if ahead > 0.0:  # the last prompt ahead shares a step with this one, and waits for it

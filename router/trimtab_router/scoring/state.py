@@ -1,4 +1,4 @@
-"""What a router knows of a request and of a replica when it chooses."""
+"""State of requests and replicas on which a router chooses."""
 
 from __future__ import annotations
 

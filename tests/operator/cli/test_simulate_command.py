@@ -113,6 +113,19 @@ def test_equal_seeds_print_equal_figures(log: Path) -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
+@pytest.mark.parametrize("more", [(), ("--routers", 2, "--router-state-interval", 0.5)])
+def test_router_finds_prefixes_that_a_service_misses(tmp_path: Path, more: tuple[object, ...]) -> None:
+    log = tmp_path / "prefixes.jsonl"
+    row = '{{"timestamp": {}, "input_length": 4200, "output_length": 20, "hash_ids": {}}}'
+    log.write_text("\n".join(row.format(i * 500, [10 * (i % 6) + k for k in range(8)]) for i in range(120)))
+    arguments = ("--trace", log, *PROMISES, "--policy", "static-default", "--start-replicas", 3, "-o", "json")
+    shares = [
+        json.loads(simulate(*arguments, *router).stdout)["policies"][0]["prefix_hit_share"]
+        for router in (("--router", "trimtab", *more), ("--router", "service"))
+    ]
+    assert shares[0] > shares[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -124,6 +137,7 @@ def test_equal_seeds_print_equal_figures(log: Path) -> None:
         ((*PROMISES, "--calibration", "none.json"), "none.json: file not found"),
         ((*PROMISES, "--max-num-seqs", "64", "--max-num-batched-tokens", "32"), "--max-num-seqs 64 is above"),
         (("--ttft", "soon"), "--ttft is 'soon'"),
+        ((*PROMISES, "--router", "llm-d", "--routers", "2"), "--router: llm-d has no --routers"),
     ],
 )
 def test_simulate_rejects_invalid_flags_before_replay(log: Path, arguments: tuple[str, ...], reason: str) -> None:
