@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 from typing import cast
 
 import httptools
+import orjson
 import uvloop
 
 EVENT = (
@@ -28,8 +28,6 @@ ANSWER = (
     b'"total_tokens":2}}'
 )
 MODELS = b'{"object":"list","data":[{"id":"stub","object":"model","created":0,"owned_by":"stub"}]}'
-_MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
-_STREAM = re.compile(rb'"stream": ?true')
 
 
 class StubEngine(asyncio.Protocol):
@@ -56,13 +54,13 @@ class StubEngine(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         body, self._body = b"".join(self._body), []
-        tail = body[-4096:]
         if self._parser.get_method() == b"GET":
             self._answer(MODELS)
-        elif _STREAM.search(tail) or _STREAM.search(body[:4096]):
-            found = _MAX_TOKENS.search(tail) or _MAX_TOKENS.search(body[:4096])
+            return
+        fields = orjson.loads(body)  # some routers write the body again, in another order
+        if fields.get("stream"):
             self._transport.write(STREAM_HEAD)
-            self._send_chunks(int(found[1]) if found else 1)
+            self._send_chunks(fields.get("max_tokens") or fields.get("max_completion_tokens") or 1)
         else:
             self._answer(ANSWER)
 

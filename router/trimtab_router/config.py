@@ -48,6 +48,10 @@ class RouterConfig:
     itl_target_seconds: float | None = None
     admin_token_sha256: str | None = None
     drain_timeout_seconds: float = DEFAULT_DRAIN_TIMEOUT_SECONDS
+    endpoint_picker_port: int | None = None
+    """Port of the endpoint picker; None for none."""
+    endpoint_picker_tls: tuple[str, str] | None = None
+    """Files with the endpoint picker's private key and certificate chain."""
     access_log: bool = False
     log_level: str = "info"
 

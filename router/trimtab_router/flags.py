@@ -79,6 +79,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     server.add_argument("--access-log", action="store_true", help="log each request as a JSON object")
     server.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="log level (default: %(default)s)")
+    picker = parser.add_argument_group("endpoint picker (Gateway API Inference Extension)")
+    picker.add_argument(
+        "--endpoint-picker-port",
+        type=_port,
+        metavar="PORT",
+        help="port on which gateways request choices of replicas over gRPC, in addition to the proxy (default: none)",
+    )
+    picker.add_argument(
+        "--endpoint-picker-tls",
+        nargs=2,
+        metavar=("KEY", "CERTIFICATE"),
+        help="PEM files of that port (default: no TLS)",
+    )
     _add_replica_flags(parser.add_argument_group("replicas"))
     _add_hold_flags(parser.add_argument_group("holding and priorities"))
     return parser
@@ -217,6 +230,8 @@ def parse_arguments(arguments: Sequence[str]) -> RouterConfig:
         itl_target_seconds=given.itl_target,
         admin_token_sha256=given.admin_token_sha256,
         drain_timeout_seconds=given.drain_timeout,
+        endpoint_picker_port=given.endpoint_picker_port,
+        endpoint_picker_tls=tuple(given.endpoint_picker_tls) if given.endpoint_picker_tls else None,
         access_log=given.access_log,
         log_level=given.log_level,
     )

@@ -9,6 +9,8 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 from aiohttp import web
@@ -23,6 +25,9 @@ from trimtab_router.proxy.server import ProxyServer
 from trimtab_router.state_stream.client import StateStreams
 from trimtab_router.state_stream.registry import Registry
 from trimtab_router.workers import Worker, WorkerFleet, follow_first_worker
+
+if TYPE_CHECKING:
+    from trimtab_router.endpoint_picker.service import EndpointPicker
 
 ADMIN_SHUTDOWN_SECONDS = 2.0
 EXIT_USAGE = 2
@@ -95,6 +100,7 @@ async def _serve(
     worker = Worker(server, dispatcher)
     tasks = [_start_endpoints(config, server)]
     await server.start(listener)
+    picker = await _start_endpoint_picker(config, server)
     runner: web.AppRunner | None = None
     fleet: WorkerFleet | None = None
     if first is None:
@@ -112,6 +118,8 @@ async def _serve(
     await worker.drain_requested.wait()
     logger.info("draining: %d requests in progress", dispatcher.demand.in_flight + dispatcher.num_held)
     await server.drain()
+    if picker is not None:
+        await picker.stop()
     for task in tasks:
         task.cancel()
     await streams.close()
@@ -119,6 +127,20 @@ async def _serve(
         await fleet.all_ended()
         await runner.cleanup()
     return 1 if fleet is not None and fleet.has_failed else 0
+
+
+async def _start_endpoint_picker(config: RouterConfig, server: ProxyServer) -> EndpointPicker | None:
+    if config.endpoint_picker_port is None:
+        return None
+    from trimtab_router.endpoint_picker.service import EndpointPicker  # its packages are optional
+
+    files = config.endpoint_picker_tls
+    certificate = None if files is None else (Path(files[0]).read_bytes(), Path(files[1]).read_bytes())  # noqa: ASYNC240
+    picker = EndpointPicker(server.dispatcher, server)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    port = await picker.start(f"{host}:{config.endpoint_picker_port}", certificate)
+    logger.info("endpoint picker listens on port %d", port)
+    return picker
 
 
 def _start_endpoints(config: RouterConfig, server: ProxyServer) -> asyncio.Task[None]:

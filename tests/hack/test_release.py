@@ -50,6 +50,7 @@ def test_image_list_has_registry_and_version() -> None:
         "r.example/t/trimtab-engine:0.2.0",
         "r.example/t/trimtab-engine:0.2.0-cpu",
         "r.example/t/trimtab-operator:0.2.0",
+        "r.example/t/trimtab-router:0.2.0",
     ]
 
 

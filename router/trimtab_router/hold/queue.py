@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 QUANTUM_TOKENS = 2048
 """Credit of a tenant's turn: about one step's token budget, so that turns change at the rate of steps."""
@@ -122,7 +122,9 @@ class HoldQueue:
         return rejected
 
     def push_front(self, request: HeldRequest) -> None:
-        """Add a request before its tenant's others: it was admitted before, so the bounds do not apply."""
+        """Add a request again, before the tenant's requests that arrived later. It was admitted before, so the bounds
+        do not apply.
+        """
         self._insert(request, first=True)
 
     def head(self, now: float) -> HeldRequest | None:
@@ -182,6 +184,10 @@ class HoldQueue:
         tenant.requests[id(request)] = request
         if first:
             tenant.requests.move_to_end(id(request), last=False)
+            others = islice(tenant.requests.values(), 1, None)
+            earlier = list(takewhile(lambda other: other.held_at < request.held_at, others))
+            for other in reversed(earlier):
+                tenant.requests.move_to_end(id(other), last=False)
         tenant.num_bytes += request.num_bytes
         band.num_requests += 1
         self._num_requests += 1

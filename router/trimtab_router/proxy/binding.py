@@ -47,6 +47,11 @@ class BindableRequest(HeldRequest):
         """Return the replicas that must not be chosen."""
         return self.tried
 
+    @property
+    def is_restricted(self) -> bool:
+        """True if the request may not use every replica, so that others can be served while it waits."""
+        return bool(self.tried)
+
     def on_hold(self) -> None:
         """Handle that the request is held for the first time."""
 
@@ -144,7 +149,7 @@ class Binder:
         while (held := self.queue.head(now)) is not None:
             assert isinstance(held, BindableRequest)
             choice = self._choose(held, now)
-            if choice is None and held.tried:
+            if choice is None and held.is_restricted:
                 self.queue.remove(held)
                 self.park(held, TRIED_SECONDS, self._forget_tried)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, defaultdict
 from itertools import pairwise
 
@@ -142,6 +143,20 @@ def test_expired_requests_are_found_in_every_band() -> None:
     assert queue.oldest() == 1.0
 
 
+def test_returned_requests_keep_the_order_of_arrival() -> None:
+    queue = HoldQueue(100, 100)
+    requests = [make_request(held_at=float(number)) for number in range(5)]
+    for request in requests:
+        queue.push(request)
+    first, second = (queue.head(0.0) for _ in range(2))
+    for request in requests[:3]:
+        queue.remove(request)
+    assert first is second is requests[0]
+    for place in (1, 2, 0):
+        queue.push_front(requests[place])
+    assert serve_all(queue) == requests
+
+
 PUSHES = st.lists(
     st.tuples(
         st.sampled_from(["push", "push", "push", "front", "serve", "leave"]),
@@ -175,7 +190,7 @@ def test_queue_keeps_order_bounds_and_counts(
             assert len(queue) <= most + len(returned)
         elif action == "front" and returned:
             request = returned.pop()
-            alive[request.priority, request.tenant].insert(0, request)
+            insort(alive[request.priority, request.tenant], request, key=lambda each: each.held_at)
             queue.push_front(request)
         elif action == "serve" and (head := queue.head(float(now))) is not None:
             mine = alive[head.priority, head.tenant]
