@@ -162,6 +162,6 @@ class Choice:
         entries: dict[int, Logprob] = {}
         for order, (token_id, value) in enumerate(zip(position.token_ids, position.logprobs, strict=True)):
             rank = position.rank if order == 0 else order
-            text = self.tokenizer.token_text(token_id) if self.params.detokenize else None
+            text = self.tokenizer.added_text(token_id) if self.params.detokenize else None
             entries.setdefault(token_id, Logprob(value, rank, text))
         return entries

@@ -2,6 +2,7 @@
 at a stop string, without the stop token. Pure.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,11 @@ class TextStream:
             tokenizer, skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
         )
         self._stop = StopStrings(stop, include=include_stop)
+        self._searched: _SearchedText | None = None
+        """None if stop strings are searched in the text as it is returned."""
+        if skip_special_tokens and any(map(tokenizer.mixes_special_text, stop)):
+            whole = Detokenizer(tokenizer, skip_special_tokens=False, prompt_token_ids=prompt_token_ids)
+            self._searched = _SearchedText(whole, self._stop)
         self._include_stop, self._min_tokens = include_stop, min_tokens
         self._num_tokens = 0
 
@@ -69,12 +75,57 @@ class TextStream:
         text = ""
         for number, token_id in enumerate(token_ids[: max(num_texts, 0)], start=1):
             self._stop.armed = self._num_tokens + number > self._min_tokens
-            text += self._stop.push(self._detokenizer.push(token_id))
+            piece = self._detokenizer.push(token_id)
+            text += self._stop.push(piece) if self._searched is None else self._searched.push(token_id, piece)
             if self.matched is not None:
                 self._num_tokens += number
                 return StepText(text, number)
         self._num_tokens += len(token_ids)
-        if finish_reason is not None:
+        if finish_reason is not None and self._searched is not None:
+            text += self._searched.flush(self._detokenizer.flush())
+        elif finish_reason is not None:
             text += self._stop.push(self._detokenizer.flush())
             text += self._stop.flush() if self.matched is None else ""
         return StepText(text, len(token_ids))
+
+
+class _SearchedText:
+    """Search for stop strings in the text with special tokens, for an answer without them.
+
+    ``` with    |a|<tool>|b c|      pieces, one per token
+        without |a|      |b c|      released when the search has released the whole piece, or as far as both are equal
+    ```
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: StopStrings) -> None:
+        self._detokenizer, self._stop = detokenizer, stop
+        self._pieces: deque[tuple[str, str]] = deque()
+        """Pieces not released whole: the text with special tokens, and without."""
+
+    def push(self, token_id: int, without: str) -> str:
+        """Return the text to send after this token. `without`: its text without special tokens."""
+        return self._release(self._detokenizer.push(token_id), without)
+
+    def flush(self, without: str) -> str:
+        """Return the rest when the sequence ends for another reason, unless a stop string ends it."""
+        text = self._release(self._detokenizer.flush(), without)
+        if self._stop.matched is None:
+            self._stop.flush()
+            text += "".join(rest for _, rest in self._pieces)
+            self._pieces.clear()
+        return text
+
+    def _release(self, piece: str, without: str) -> str:
+        self._pieces.append((piece, without))
+        left, text = len(self._stop.push(piece)), ""
+        while self._pieces and (left > 0 or not self._pieces[0][0]):
+            piece, without = self._pieces.popleft()
+            if left >= len(piece):
+                text += without
+                left -= len(piece)
+                continue
+            same = piece == without
+            text += without[:left] if same else ""
+            self._pieces.appendleft((piece[left:], without[left:] if same else without))
+            break
+        return text

@@ -119,6 +119,18 @@ class Tokenizer:
         text: str = self.fast.decode([token_id], skip_special_tokens=False)
         return text
 
+    def added_text(self, token_id: int) -> str:
+        """Return what one token adds to a text that precedes it, with its blank; bytes of an incomplete character
+        become U+FFFD.
+        """
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def mixes_special_text(self, text: str) -> bool:
+        """Return True if the text contains a special token and something else; text without special tokens never has
+        it.
+        """
+        return text not in self._special_ids and any(special in text for special in self._special_ids)
+
     def special_stop_tokens(self, stop: Sequence[str], vocab_size: int) -> dict[int, str]:
         """Return {token ID: stop string} of the stop strings that are exactly one special token. Text without special
         tokens never contains them, so that only the token can stop the answer.

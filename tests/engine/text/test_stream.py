@@ -66,3 +66,33 @@ def test_end_without_tokens_returns_held_back_text(tokenizer: Tokenizer) -> None
     assert stream.take([97, 98], None).text == ""
     assert stream.take([], "abort").text == "ab"
     assert TextStream(tokenizer, skip_special_tokens=True).take([], "stop").text == ""
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_stop_strings_with_special_tokens_end_text_without_them(tokenizer: Tokenizer, include_stop: bool) -> None:
+    """The text is cut where the stop string begins in the text with special tokens, or ends with `include_stop`."""
+    dice = random.Random(7)
+    num_matched = 0
+    for _ in range(NUM_SEQUENCES):
+        units = ([97], [98], [99], [257], [257], [END_TOKEN], [0xE6, 0x97, 0xA5])  # whole characters
+        tokens = [token for _ in range(dice.randrange(1, 10)) for token in dice.choice(units)]
+        stop = dice.choice(
+            (["<|pad|>b"], ["a<|end|>"], ["b<|pad|><|end|>", "ca"], ["<|pad|>\N{CJK UNIFIED IDEOGRAPH-65E5}"])
+        )
+        whole = TextStream(tokenizer, skip_special_tokens=False, stop=stop, include_stop=include_stop)
+        expected = whole.take(tokens, "length")
+        stream = TextStream(tokenizer, skip_special_tokens=True, stop=stop, include_stop=include_stop)
+        text, count = "", 0
+        for place, token_id in enumerate(tokens):
+            taken = stream.take([token_id], "length" if place == len(tokens) - 1 else None)
+            text, count = text + taken.text, count + taken.num_tokens
+            if stream.matched is not None:
+                break
+        shown = expected.text.replace("<|pad|>", "").replace("<|end|>", "")
+        assert (text, count, stream.matched) == (shown, expected.num_tokens, whole.matched), (tokens, stop)
+        num_matched += stream.matched is not None
+    assert num_matched > NUM_SEQUENCES / 20
+
+
+def test_text_of_a_token_keeps_its_blank(tokenizer: Tokenizer) -> None:
+    assert tokenizer.added_text(32) == " "

@@ -84,7 +84,7 @@ def _by_token_id(tokenizer: Tokenizer, position: TokenLogprobs) -> dict[str, Any
     ranks = [position.rank, *range(1, len(position.token_ids))]
     entries = zip(position.token_ids, position.logprobs, ranks, strict=True)
     return {
-        str(token_id): {"logprob": _number(value), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+        str(token_id): {"logprob": _number(value), "rank": rank, "decoded_token": tokenizer.added_text(token_id)}
         for token_id, value, rank in entries
     }
 

@@ -5,12 +5,15 @@ A response that starts otherwise is text from its first character, and so is an 
 name of no offered function: it may be an answer in JSON.
 """
 
+import re
 from collections.abc import Collection
 from typing import Any
 
 from trimtab_engine.api.openai.tool_parsers.parsed import CallDelta, Parsed, call_decoder, parse_call
 
 TAG = "<|python_tag|>"
+SEPARATOR = re.compile(rf"\A(?:[ \t\r\n;]|{re.escape(TAG)})+")
+"""Before a call: blanks, semicolons and tags in any order."""
 
 
 class ObjectEnds:
@@ -106,7 +109,7 @@ class Llama3JsonParser:
         """Return the complete calls. Other text after a call is content."""
         parsed = Parsed()
         while not self._is_text:
-            rest = self._held.lstrip().removeprefix(TAG).lstrip(" \t\r\n;")
+            rest = SEPARATOR.sub("", self._held, count=1)
             if self._num_calls > 0 and rest and not rest.startswith("{") and not TAG.startswith(rest[: len(TAG)]):
                 self._held = rest
                 return parsed.plus(self._as_text())

@@ -52,6 +52,8 @@ def torn(text: str, seed: int) -> list[str]:
         ("hermes", "just text", "just text", []),
         ("llama3_json", F, "", ["f"]),
         ("llama3_json", f"<|python_tag|>{F}; {G}", "", ["f", "g"]),
+        ("llama3_json", f"{F}; <|python_tag|>{G}", "", ["f", "g"]),
+        ("llama3_json", f"<|python_tag|>{F};<|python_tag|> {G} ; <|python_tag|>{F}", "", ["f", "g", "f"]),
         ("llama3_json", f"\n{G}\n", "", ["g"]),
         ("llama3_json", '{"no": "call"}', '{"no": "call"}', []),
         ("llama3_json", '{"name": "f", "para', '{"name": "f", "para', []),
