@@ -165,7 +165,7 @@ class CacheLedger:
     # --- news -----------------------------------------------------------------------------------------------------
 
     def take_news(self) -> tuple[list[int], list[int]]:
-        """Return the keys whose blocks all are cached since the last call, and those whose blocks no longer are.
+        """Return the keys whose blocks all are cached since the last call, and keys that have lost a block since.
 
         Content that a scheduled step will overwrite counts as gone already.
         """

@@ -66,7 +66,7 @@ def token_ends(ends: Sequence[int], token_bytes: Sequence[int]) -> list[int]:
 
 
 def align_token_bytes(token_bytes: list[int], num_bytes: int, *, begins_special: bool) -> bool:
-    """Adjust the bytes of tokens to those of their text. Return False if they do not fit.
+    """Adjust the lengths of tokens to the length of their text. Return False if they do not fit.
 
     Args:
         token_bytes: Bytes of each token by itself.

@@ -3,8 +3,8 @@
     seconds = base + per_token * tokens + per_sequence * sequences + per_context * context tokens
 
 Recursive least squares with forgetting, in information form: sums of products decay with every step, and the solution
-is computed when it is read. Steps that compute prompts and steps that only decode have separate sums, because hours of
-decoding must not displace what the few prompt steps say about `per_token`. Coefficients are not negative.
+is computed when it is read. Steps that compute prompts and steps that only decode have separate sums, so that hours of
+decoding do not displace the few prompt steps, which determine `per_token`. Coefficients are not negative.
 """
 
 import math

@@ -174,9 +174,7 @@ class Registry:
         return number
 
     def best_core(self, replica: str, request: RoutedRequest) -> int | None:
-        """Return the value of X-data-parallel-rank for a request that is sent to the replica. None: send no such
-        header.
-        """
+        """Return the value of X-data-parallel-rank for a request that is sent to the replica, or None for no header."""
         known = self._replicas.get(replica)
         return None if known is None else known.best_core(request.keys)
 

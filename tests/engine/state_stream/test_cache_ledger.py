@@ -40,7 +40,7 @@ class Cache:
         self.ledger = CacheLedger(self.blocks)
 
     def run(self, tokens: Sequence[int], name: str = "r") -> Request:
-        """Compute a prompt that shares what is cached of it, and offer its blocks."""
+        """Compute a prompt after its cached blocks, and offer its blocks."""
         request = make_request(tokens, name)
         self.ledger.add(request, *keys_of(tokens))
         cached = self.blocks.find_cached(request)

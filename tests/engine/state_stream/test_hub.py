@@ -1,4 +1,4 @@
-"""The hub: what several routers receive of several cores, whatever they read when."""
+"""The hub: several routers receive the state of several cores, at their own speed."""
 
 import asyncio
 import random
