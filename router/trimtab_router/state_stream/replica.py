@@ -161,8 +161,10 @@ class Replica:
         """Apply one message of the replica's stream.
 
         Raises:
-            SequenceGap: A message before this one was lost.
+            SequenceGap: A message before this one was lost, or came too late: the stream must begin again.
         """
+        if self._approximate is not None and not isinstance(message, Hello):
+            raise SequenceGap("the stream was silent for too long")  # keys of own dispatches have replaced its picture
         self.received_at = now
         match message:
             case Hello():

@@ -178,6 +178,16 @@ def test_returned_stream_replaces_approximate_keys() -> None:
     assert held(replica, 1, 2, 8) == {2}
 
 
+def test_stream_that_resumes_after_the_fallback_must_begin_again() -> None:
+    replica = make_replica()
+    connect(replica)
+    replica.check_age(LOST_SECONDS + 1.0)
+    with pytest.raises(SequenceGap, match="silent"):
+        replica.receive(Delta(1, 0), 4.0)
+    connect(replica, now=5.0)
+    replica.receive(Delta(1, 0), 5.0)
+
+
 def test_keys_of_another_rule_are_ignored() -> None:
     replica = make_replica()
     replica.receive(make_hello(rule=KeyRule(KEY_RULE + 1, CUT_BYTES)), 0.0)
