@@ -14,7 +14,7 @@ from itertools import islice, takewhile
 
 QUANTUM_TOKENS = 2048
 """Credit of a tenant's turn: about one step's token budget, so that turns change at the rate of steps."""
-MIN_COST_TOKENS = 64
+MIN_COST_TOKENS = 256
 """Charge of a request whose prompt is cached: its answer still takes a share of every step."""
 AGE_GUARD_SECONDS = 30.0
 """Age from which requests of a lower band are served too, so that no band starves."""

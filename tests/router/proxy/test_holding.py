@@ -273,3 +273,31 @@ async def test_held_requests_get_no_comments_by_default(
     router = await routers.start(max_hold_seconds=0.3)
     assert (await post(router.port, b'{"stream": true}'))[0] == 503
     assert (await post(router.port, b"{}", "x-trimtab-progress: 1"))[0] == 503
+
+
+async def test_flood_of_one_tenant_delays_others_by_few_requests(routers: RouterFactory) -> None:
+    """A serial engine of 20 ms per request: a queue of 60 requests of one tenant would delay others by 1.2 s."""
+    engine = asyncio.Lock()
+
+    async def serve(request: Received) -> None:
+        async with engine:
+            await asyncio.sleep(0.02)
+        await request.answer()
+
+    router = await routers.start(await routers.upstream(serve))
+    set_load(router, router.upstreams[0], 0)
+
+    def body(number: int) -> bytes:
+        return b'{"prompt": "%s"}' % (b"%d" % number * 2000)
+
+    flood = [asyncio.create_task(post(router.port, body(n), "Authorization: Bearer flood")) for n in range(10, 70)]
+    await router.until(lambda: router.dispatcher.num_held > 50)
+    loop = asyncio.get_running_loop()
+    waits = []
+    for number in range(70, 75):
+        started = loop.time()
+        assert (await post(router.port, body(number), "Authorization: Bearer other"))[0] == 200
+        waits.append(loop.time() - started)
+    assert router.dispatcher.num_held > 20  # the flood is still waiting
+    assert max(waits) < 0.4
+    assert {(await answer)[0] for answer in flood} == {200}
