@@ -1,6 +1,6 @@
 """Command line `trimtab` for users: plan, validate, serve and measure.
 
-It needs no GPU; only `why` needs a cluster, and only engine commands need the engine.
+It needs no GPU; only the commands of the panel "In a cluster" need one, and only engine commands need the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from trimtab_operator.cli import engine_commands, migrate_command, replay_command
+from trimtab_operator.cli import cluster_commands, engine_commands, migrate_command, replay_command
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.operator_command import render, validate
 from trimtab_operator.cli.plan_report import LayoutPlan, heading, legend, reasons, rejected_table, rows_table, to_json
@@ -31,7 +31,7 @@ from trimtab_operator.layout.memory_fit import Envelope, kv_dtype_bytes
 from trimtab_operator.layout.ranking import Cluster, Load, rank_layouts
 
 EXIT_NO_LAYOUT = 1
-RESOURCES, PLANNING = "Resources, without a cluster", "Planning"  # panels of the help
+RESOURCES, PLANNING, CLUSTER = "Resources, without a cluster", "Planning", "In a cluster"  # panels of the help
 PIPED_WIDTH = 160  # columns of the table without a terminal
 NARROW = 130  # columns below which reasons are printed below the table
 
@@ -45,6 +45,8 @@ trimtab plan MODEL --gpu H100
 trimtab validate -f deployment.yaml
 
 trimtab bench serve --model MODEL
+
+trimtab status NAME -n NAMESPACE
 
 trimtab why NAME -n NAMESPACE
 
@@ -75,7 +77,12 @@ app.command(rich_help_panel=PLANNING)(simulate)
 app.command("replay", help=replay_command.ABOUT, epilog=replay_command.EXAMPLES, rich_help_panel=PLANNING)(
     replay_command.replay_recording
 )
-app.command(rich_help_panel="In a cluster")(why)
+app.command(rich_help_panel=CLUSTER)(cluster_commands.status)
+app.command(rich_help_panel=CLUSTER)(why)
+app.command("set", rich_help_panel=CLUSTER)(cluster_commands.set_fields)
+app.command(rich_help_panel=CLUSTER)(cluster_commands.export)
+app.command(rich_help_panel=CLUSTER)(cluster_commands.pause)
+app.command(rich_help_panel=CLUSTER)(cluster_commands.resume)
 
 
 class Output(StrEnum):

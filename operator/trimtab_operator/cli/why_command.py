@@ -7,7 +7,6 @@ the ConfigMap without verifying its signature, because only the operator has the
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,20 +16,16 @@ import typer
 
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
-from trimtab_operator.cli.shared import exit_with_error
-from trimtab_operator.kube.rbac import missing_permission, server_message
+from trimtab_operator.cli.cluster import Cluster, Context, Namespace
 from trimtab_operator.planning.gpu_budget import OVER_BUDGET
 from trimtab_operator.planning.scheduling_policy import describe_policy, stored_scheduling
 from trimtab_operator.resource.signed_text import read_unverified
-from trimtab_operator.resource.spec import GROUP, KIND, PLURAL, VERSION, Tuning
+from trimtab_operator.resource.spec import Tuning
 from trimtab_operator.tuner.explanation import why as explain_decisions
 from trimtab_operator.tuner.state import TunerState
 from trimtab_operator.tuner.stored import decision_to_json, from_json
 
-REQUEST_SECONDS = 15.0
-MAX_SAID = 300  # characters of an error from another component
 DEFAULT_MODE = str(Tuning().mode)  # of a resource without a status
-NOT_FOUND = 404
 
 
 class Output(StrEnum):
@@ -49,13 +44,8 @@ class Found:
 
 def why(
     name: Annotated[str, typer.Argument(help="Name of the InferenceDeployment.")],
-    namespace: Annotated[
-        str | None,
-        typer.Option("--namespace", "-n", help="Namespace of the InferenceDeployment. Default: the context's."),
-    ] = None,
-    context: Annotated[
-        str | None, typer.Option(help="Context of the kubeconfig. Default: the current context.")
-    ] = None,
+    namespace: Namespace = None,
+    context: Context = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="Output format: text or json.")] = Output.TEXT,
 ) -> None:
     """Explain the tuning decisions of a deployment, newest first.
@@ -145,58 +135,8 @@ def _describe_objectives(objectives: Mapping[str, Any]) -> str:
 
 
 def _read(name: str, namespace: str | None, context: str | None) -> Found:
-    """Read the resource and its tuning state. Exits with one line if the cluster cannot be read."""
-    import kubernetes.client  # imported here, because other commands need no Kubernetes client
-    import kubernetes.config
-    import urllib3.exceptions
-    import yaml
-
-    config: Any = kubernetes.config  # its functions have no types
-    configuration = kubernetes.client.Configuration()
-    configuration.retries = 0
-    path = os.environ.get("KUBECONFIG")
-    try:
-        _, current = config.list_kube_config_contexts(config_file=path)
-        config.load_kube_config(config_file=path, context=context, client_configuration=configuration)
-    except (kubernetes.config.ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-        message = " ".join(str(error).split())[:MAX_SAID].rstrip(".")
-        exit_with_error(f"why: no cluster configured ({message}); set KUBECONFIG or --context")
-    client = kubernetes.client.ApiClient(configuration)
-    chosen = namespace or (current["context"].get("namespace") if context is None else None) or "default"
-    try:
-        resource: Any = kubernetes.client.CustomObjectsApi(client).get_namespaced_custom_object(
-            GROUP, VERSION, chosen, PLURAL, name, _request_timeout=REQUEST_SECONDS
-        )
-        if not isinstance(resource, dict) or "metadata" not in resource:
-            exit_with_error(f"why: no Kubernetes API server at {configuration.host}; check KUBECONFIG and --context")
-        kept = _kept(kubernetes.client.CoreV1Api(client), name, chosen)
-    except kubernetes.client.ApiException as error:
-        if error.status == NOT_FOUND:
-            exit_with_error(
-                f"why: {KIND} {name} not found in namespace {chosen}; list them with kubectl get {PLURAL} -A"
-            )
-        permission = missing_permission(error)
-        if permission is not None:
-            exit_with_error(f"why: permission denied to {permission}; ask the cluster administrator to grant it")
-        exit_with_error(f"why: API server error {error.status}: {server_message(error) or error.reason}")
-    except urllib3.exceptions.HTTPError as error:
-        exit_with_error(f"why: cannot reach the API server at {configuration.host}: {_reason(error)}")
-    return Found(chosen, resource, kept)
-
-
-def _reason(error: Exception) -> str:
-    """Return the message of the cause of urllib3's `MaxRetryError`."""
-    cause = getattr(error, "reason", None) or error
-    return " ".join(str(cause).rpartition(": ")[2].split())[:MAX_SAID] or type(cause).__name__
-
-
-def _kept(core: Any, name: str, namespace: str) -> str | None:
-    import kubernetes.client
-
-    try:
-        found = core.read_namespaced_config_map(tuning_name_of(name), namespace, _request_timeout=REQUEST_SECONDS)
-    except kubernetes.client.ApiException as error:
-        if error.status == NOT_FOUND:
-            return None
-        raise
-    return (found.data or {}).get(STATE_KEY)
+    """Read the resource and its tuning state."""
+    cluster = Cluster.connect("why", namespace, context)
+    resource = cluster.resource(name)
+    kept = cluster.config_map(tuning_name_of(name))
+    return Found(cluster.namespace, resource, None if kept is None else kept.get(STATE_KEY))
