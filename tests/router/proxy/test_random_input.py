@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 VALID = [
     b'POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: 15\r\n\r\n{"prompt": "a"}',
-    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n"
-    b'8;x\r\n{"prompt\r\n7\r\n": "b"}\r\n0\r\n\r\n',
+    (
+        b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b'8;x\r\n{"prompt\r\n7\r\n": "b"}\r\n0\r\n\r\n'
+    ),
     b"GET /version HTTP/1.1\r\nHost: r\r\n\r\n",
 ]
 ALPHABET = b'\r\n\t :;,0123456789abcdefGETPOST/HTTP1.{}[]"\x00\x80\xff'
