@@ -59,6 +59,7 @@ class RouterFactory:
         config = RouterConfig(**settings)
         registry, metrics = Registry(config.served_models), RouterMetrics()
         dispatcher = Dispatcher(config, registry, metrics)
+        dispatcher.binder._rng.seed(0)
         server = ProxyServer(config, dispatcher)
         own = socket.create_server(("127.0.0.1", 0))
         own.setblocking(False)

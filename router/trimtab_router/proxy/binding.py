@@ -1,6 +1,6 @@
 """Late binding of requests to replicas, for the proxy and for the endpoint picker.
 
-A request is bound to a replica while some replica's predicted queue is shorter than one of its steps. Otherwise it is
+A request is bound to a replica while some replica's predicted queue is at most one full step long. Otherwise it is
 held, so that priorities, fairness and the choice of the replica are decided as late as possible.
 """
 
@@ -222,11 +222,6 @@ class Binder:
         request.fail(HttpError(status, message, retry_after=RETRY_AFTER_SECONDS, reason=reason))
 
 
-def has_room(choice: Choice) -> bool:
-    """Return True if a replica's predicted queue is at most one of its steps."""
-    return any(each is not None and each.queue_seconds <= each.step_seconds for each in (choice.best, choice.runner_up))
-
-
 def _may_bind(request: BindableRequest, choice: Choice) -> bool:
     assert request.description is not None
-    return not request.description.computes or has_room(choice)
+    return not request.description.computes or choice.has_room

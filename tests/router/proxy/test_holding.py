@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from stub_upstream import Received, StubUpstream, raw_client
 from trimtab_router.proxy import dispatcher as dispatcher_module
-from trimtab_router.proxy.binding import has_room
-from trimtab_router.scoring.state import Candidate, Choice, StepTime
+from trimtab_router.scoring.state import StepTime
 
 if TYPE_CHECKING:
     from tests.router.conftest import RouterFactory, RunningRouter
@@ -41,17 +40,15 @@ def dispatched(upstream: StubUpstream) -> list[bytes]:
     return [request.body for request in ordered]
 
 
-def candidate(queue: float, step: float = 0.02) -> Candidate:
-    return Candidate("r", 0.0, 0.0, 0, queue, step)
-
-
-@pytest.mark.parametrize(
-    ("best", "next_best", "expected"),
-    [(0.01, None, True), (0.02, None, True), (0.03, None, False), (0.03, 0.01, True), (0.03, 0.03, False)],
-)
-def test_room_is_a_queue_of_at_most_one_step(best: float, next_best: float | None, expected: bool) -> None:
-    runner_up = None if next_best is None else candidate(next_best)
-    assert has_room(Choice(candidate(best), runner_up, "predicted-ttft")) is expected
+@pytest.mark.parametrize(("tokens", "is_held"), [(0, False), (1000, False), (1100, True)])
+async def test_room_is_a_queue_of_at_most_one_full_step(routers: RouterFactory, tokens: int, is_held: bool) -> None:
+    router = await routers.start(await routers.upstream())
+    set_load(router, router.upstreams[0], tokens)
+    answer = asyncio.create_task(post(router.port))
+    await asyncio.sleep(0.1)
+    assert router.dispatcher.num_held == is_held
+    set_load(router, router.upstreams[0], 0)
+    assert (await answer)[0] == 200
 
 
 async def test_request_is_held_until_the_queue_is_short(routers: RouterFactory) -> None:
