@@ -64,6 +64,7 @@ class Lifecycle:
             raise LifecycleRejected(f"the engine sleeps at level {self.sleep_level}: wake it up first")
         self.drain_in_flight()
         self.pause_mode = mode
+        self._falls_asleep = None  # a later pause replaces a sleep that still waits for running requests
         if mode == "abort":
             self.abort_all()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-from trimtab_engine.errors import ModelError, one_line
+from trimtab_engine.errors import ModelError
 
 TEMPLATE = "chat_template"
 CONFIGURED = {
@@ -39,14 +39,11 @@ def read_gguf_tokenizer(file: Path) -> Any:
         ModelError: The file is truncated or not GGUF.
         Exception: transformers' errors for an invalid vocabulary.
     """
-    from gguf import GGUFReader
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-    try:
-        fields = GGUFReader(file).fields
-    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        reason = one_line(error)
-        raise ModelError(f"{file}: truncated or not a GGUF file: {reason}; download the file again") from None
+    from trimtab_engine.weights.gguf_reader import open_gguf
+
+    fields = open_gguf(file).fields
     metadata = {
         name.removeprefix("tokenizer."): field.contents()
         for name, field in fields.items()

@@ -299,13 +299,15 @@ def _all_parts(file: Path) -> Sequence[Path]:
 
 def _read_part(file: Path) -> _Part:
     """Raises ModelError for a file that is cut, is none, or was written for another kind of machine."""
-    from gguf import GGUFEndian, GGUFReader
+    from gguf import GGUFEndian
 
+    from trimtab_engine.weights.gguf_reader import DAMAGE, open_gguf
+
+    reader = open_gguf(file)
     try:
-        reader = GGUFReader(file, "c")  # nothing writes to the mapping; torch warns about read-only buffers
         fields = {name: field.contents() for name, field in reader.fields.items() if _is_read(name)}
         tensors = {str(tensor.name): tensor for tensor in reader.tensors}
-    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+    except DAMAGE as error:
         raise ModelError(f"{file}: is truncated or no GGUF file: {one_line(error)[:200]}") from None
     if reader.endianess is GGUFEndian.BIG:
         raise ModelError(

@@ -206,6 +206,19 @@ def test_sleep_wait_starts_after_running_requests(engine: Engine, expected: dict
     assert ask(run.engine, GetLifecycle())["sleep_level"] == 2
 
 
+def test_pause_replaces_a_sleep_that_waits(engine: Engine, expected: dict[str, list[int]]) -> None:
+    """A pause `keep` freezes running requests; the engine must not fall asleep with them."""
+    run = Run(engine)
+    run.step(3)
+    assert ask(run.engine, Sleep(level=2, mode="wait"))["is_sleeping"] is False
+    answer = ask(run.engine, Pause(mode="keep"))
+    assert (answer["is_paused"], answer["is_sleeping"]) == (True, False)
+    run.step()
+    assert ask(run.engine, GetLifecycle())["is_sleeping"] is False
+    ask(run.engine, Resume())
+    assert run.finish() == expected
+
+
 def test_kv_cache_resize_during_sleep(tiny_model: Path, expected: dict[str, list[int]]) -> None:
     low, start, high = ((RANK_BYTES * 10_000 // DEVICE_BYTES + steps) / 10_000 for steps in (180, 200, 240))
     sizes = {"num_gpu_blocks_override": None, "gpu_memory_utilization": str(start)}

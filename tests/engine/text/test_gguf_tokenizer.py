@@ -82,7 +82,7 @@ def test_tokenizer_equals_transformers_reader(file: Path) -> None:
 
 def test_truncated_file_is_named(file: Path, tmp_path: Path) -> None:
     (tmp_path / "short.gguf").write_bytes(file.read_bytes()[:500])
-    with pytest.raises(ModelError, match=r"short\.gguf: truncated or not a GGUF file.*download the file again"):
+    with pytest.raises(ModelError, match=r"short\.gguf: is truncated or no GGUF file.*download the file again"):
         Tokenizer(str(tmp_path / "short.gguf"))
 
 

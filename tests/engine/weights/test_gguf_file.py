@@ -1,5 +1,6 @@
 """GGUF files written here with the gguf library: the same tensors and configuration as the transformers checkpoint."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from trimtab_engine.errors import ModelError
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, halves_from_pairs
+from trimtab_engine.weights.gguf_reader import open_gguf
 from trimtab_modelspec.config import ModelConfig
 
 CONFIG: dict[str, Any] = {
@@ -137,3 +139,25 @@ def test_only_llamas_query_and_key_rows_are_permuted(tmp_path: Path) -> None:
     tensors = a_gguf(tmp_path / "model.gguf", architecture="qwen2")
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(open_model(str(tmp_path)).tensor(name), pairs_from_halves(tensors[name], 4))
+
+
+def gguf_with(kind: int, value: bytes) -> bytes:
+    """Return a GGUF file of version 3 with one field and no tensors."""
+    name = b"general.architecture"
+    return b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(name)) + name + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (9, struct.pack("<IQ", 0, 1 << 40) + bytes(64)),
+        (9, struct.pack("<IQ", 9, 8) + struct.pack("<IQ", 9, 8) * 40),
+        (9, struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 0, 1) + b"x"),
+        (8, struct.pack("<Q", 1 << 60) + b"llama"),
+    ],
+    ids=["long array", "nested arrays", "deep arrays", "long text"],
+)
+def test_lengths_beyond_the_file_are_rejected_at_once(tmp_path: Path, kind: int, value: bytes) -> None:
+    (tmp_path / "model.gguf").write_bytes(gguf_with(kind, value))
+    with pytest.raises(ModelError, match="truncated"):
+        open_gguf(tmp_path / "model.gguf")
