@@ -272,3 +272,9 @@ def test_step_that_changes_lateness_of_a_waiting_head_matches(seed: int, allowan
     """
     fast, slow = both_of_conversations(seed, EngineModelPolicy(16, 1024, allowance=Allowance(allowance)), 34)
     assert_alike(fast, slow)
+
+
+def test_head_that_waits_for_a_slot_becomes_late_before_a_preemption() -> None:
+    """The preempted request comes before it, so its lateness is not looked at for a while."""
+    policy = EngineModelPolicy(6, 32, allowance=Allowance(0.05, 0.002))
+    assert_alike(*both_of_conversations(4946, policy, 34))

@@ -523,7 +523,7 @@ class EngineModel:
             counters.blocked_seconds[self._blocked] += seconds
         if has_prompts:
             self._waiting.record_step(seconds)
-            if self._is_stuck and self._blocked == KV:  # a longer step makes the head late earlier
+            if self._is_stuck:  # a longer step makes the head late earlier
                 self._stuck_until = self._waiting.next_change()
         self._advance_clock(seconds, plan)
         for sequence in done:
@@ -549,7 +549,7 @@ class EngineModel:
         while waiting.count:
             sequence = waiting.head(self.now)
             if num_running >= policy.max_num_seqs:
-                self._blocked, self._is_stuck, self._stuck_until = SEQS, True, math.inf
+                self._blocked, self._is_stuck, self._stuck_until = SEQS, True, waiting.next_change()
                 break
             if budget <= 0:
                 self._blocked = TOKENS
