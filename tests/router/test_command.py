@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 DEADLINE_SECONDS = 30.0
 ROUTER = Path(__file__).parents[2] / "router"
@@ -182,6 +184,18 @@ def test_killed_worker_ends_the_router_gracefully(start: Callable[..., Router], 
     assert router.post() == 200
     assert router.process.wait(DEADLINE_SECONDS) == 1
     assert "worker 1 ended unexpectedly" in router.log.read_text()
+
+
+def test_endpoint_picker_listens_on_its_port(start: Callable[..., Router], engine: int) -> None:
+    router = start(f"--endpoint=http://127.0.0.1:{engine}", "--endpoint-picker-port=0")
+    port = router.wait_for(lambda: re.search(r"endpoint picker listens on port (\d+)", router.log.read_text()))[1]
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="readiness")
+        answer = health.Check(request, timeout=DEADLINE_SECONDS, wait_for_ready=True)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    router.process.send_signal(signal.SIGTERM)
+    assert router.process.wait(DEADLINE_SECONDS) == 0
 
 
 def test_access_log_has_one_json_object_per_request(start: Callable[..., Router], engine: int) -> None:
