@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 ADMIN_SHUTDOWN_SECONDS = 2.0
 EXIT_USAGE = 2
+GC_OBJECTS = 20_000
+"""New objects between collections: requests leave few cycles, and long prompts are many objects."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ def run_router(config: RouterConfig) -> int:
 def _run_worker(
     config: RouterConfig, listener: socket.socket, links: tuple[socket.socket, ...], first: socket.socket | None
 ) -> int:
+    gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
     try:
         return uvloop.run(_serve(config, listener, links, first))
     except OSError as error:

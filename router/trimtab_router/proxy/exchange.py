@@ -106,9 +106,9 @@ class Exchange(BindableRequest):
         client = self.client
         self.response_started = True
         self._release_body()
-        self.status, self.is_event_stream = head.status, head.is_event_stream
+        self.status, self.is_event_stream = head.status, head.is_event_stream and head.is_chunked
         if self.is_committed:
-            if head.status != 200 or not head.is_event_stream or not head.is_chunked:
+            if head.status != 200 or not self.is_event_stream:
                 self.error_body = b""
             return True
         has_body = head.has_body(self.head.method)
@@ -145,7 +145,8 @@ class Exchange(BindableRequest):
         self.upstream = None
         if self.response_started:
             self.dispatcher.on_interrupted(self)
-            if self.is_event_stream and connection.last.endswith(EVENT_END) and self.head.is_http11:
+            is_between_events = self.first_byte_at is None or connection.last.endswith(EVENT_END)
+            if self.is_event_stream and is_between_events and self.head.is_http11:
                 error = HttpError(502, f"the replica failed while it answered: {cause}; send the request again")
                 self._end_with_events(error.events(self.head.path))
             else:

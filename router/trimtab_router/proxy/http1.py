@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import unquote
 
 import httptools
@@ -73,7 +74,7 @@ class RequestParser:
         self._messages = 0
         self._raw_bytes = 0
         self._head_is_complete = False
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
 
     def on_message_begin(self) -> None:
         self._messages += 1
@@ -112,6 +113,8 @@ class RequestParser:
         if not self._head_is_complete or self._messages != 1:
             raise HttpError(400, "malformed request head")
         head = self._checked()
+        if not head.is_chunked:
+            self._parser = None  # it refers to this object: without the cycle both are freed at once
         if upgrade:
             if head.is_chunked or head.method == b"CONNECT":
                 raise HttpError(501, "protocol upgrades are not supported; send the request without Upgrade")
@@ -269,14 +272,18 @@ class ResponseParser:
     __slots__ = ("_headers", "_parser", "_reason", "feed", "has_surplus", "head_is_complete", "is_complete")
 
     def __init__(self) -> None:
+        self.begin()
+        self._parser = httptools.HttpResponseParser(self)
+        self.feed: Callable[[bytes], object] = self._parser.feed_data
+
+    def begin(self) -> None:
+        """Prepare for the next response on the same connection, after the former one is complete."""
         self._headers: list[tuple[bytes, bytes]] = []
         self._reason = b""
         self.head_is_complete = False
         self.is_complete = False
         self.has_surplus = False
         """True if data followed the end of the response."""
-        self._parser = httptools.HttpResponseParser(self)
-        self.feed: Callable[[bytes], object] = self._parser.feed_data
 
     def on_message_begin(self) -> None:
         self.has_surplus = self.is_complete

@@ -132,8 +132,11 @@ class UpstreamConnection(asyncio.Protocol):
         """Send one request; the exchange receives the response."""
         self.exchange = exchange
         self._head, self._buffer, self.last = None, b"", b""
-        self._decoder = None if exchange.head.is_http11 else DecodingResponseParser()
-        self._parser = self._decoder or ResponseParser()
+        if exchange.head.is_http11 and self._decoder is None and self._parser is not None and self._parser.is_complete:
+            self._parser.begin()
+        else:
+            self._decoder = None if exchange.head.is_http11 else DecodingResponseParser()
+            self._parser = self._decoder or ResponseParser()
         if body:
             self.transport.writelines((head, body))
         else:

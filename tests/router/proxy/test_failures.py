@@ -176,6 +176,19 @@ async def test_stream_cut_after_first_byte_ends_with_an_error_event(routers: Rou
     assert router.metric("interrupted_total") == 1
 
 
+async def test_stream_cut_before_its_first_event_ends_with_an_error_event(routers: RouterFactory) -> None:
+    async def stream(request: Received) -> None:
+        await request.begin_stream()
+        await asyncio.sleep(0.05)
+        request.cut()
+
+    router = await routers.start(await routers.upstream(stream))
+    async with raw_client(router.port) as client:
+        await client.request(BODY)
+        response = await client.response()
+    assert response.body.startswith(b'data: {"error":')
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
