@@ -57,6 +57,8 @@ class ObservedChildren:
     """Missing pods by the name of their group (observed/missing_pods.py)."""
     start_errors: Mapping[str, StartError] = field(default_factory=dict)
     """Causes of Jobs and pods that do not start, by name (observed/start_errors.py)."""
+    scale_ups: frozenset[str] = frozenset()
+    """Names of unscheduled pods for which a cluster autoscaler adds a node."""
     new_start_errors: Mapping[str, StartError] = field(default_factory=dict)
     """Those that were not known in the last iteration."""
     router_pods: tuple[Manifest, ...] = ()

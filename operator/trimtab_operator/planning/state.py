@@ -91,6 +91,7 @@ def recall_state(
         split_groups=split_groups(groups, incarnations),
         missing=missing,
         start_errors=errors.found,
+        scale_ups=errors.scale_ups,
         new_start_errors=_new_errors(errors, missing, state),
     )
     max_placed = max(sum(map(is_placed, groups)), min(state.max_placed, len(groups)))

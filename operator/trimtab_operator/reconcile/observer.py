@@ -24,7 +24,7 @@ from trimtab_operator.kube.informer_cache import Cache, Owner
 from trimtab_operator.kube.nodes import Nodes
 from trimtab_operator.observed.groups import groups_of, is_terminating
 from trimtab_operator.observed.router import RouterReport, router_targets
-from trimtab_operator.observed.start_errors import START_REASONS
+from trimtab_operator.observed.start_errors import SCALE_UP_REASONS, START_REASONS
 from trimtab_operator.planning.snapshot import ClusterSnapshot, parse_resource, plan_extra_reads
 from trimtab_operator.planning.state import ReconcilerState
 from trimtab_operator.reconcile.gpu_claims import GpuClaims
@@ -275,7 +275,7 @@ class ClusterObserver:
         """Return the Events about pods that are not created or do not start. Empty if the operator has no permission to
         list Events.
         """
-        fields = [f"reason={reason}" for reason in START_REASONS]
+        fields = [f"reason={reason}" for reason in (*START_REASONS, *SCALE_UP_REASONS)]
         try:
             found = await asyncio.gather(*(self.cluster.list("Event", namespace, fields=each) for each in fields))
             return tuple(event for events in found for event in events)

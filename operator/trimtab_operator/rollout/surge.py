@@ -27,6 +27,7 @@ from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 
 PLACEMENT_TIMEOUT_SECONDS = 60.0  # the scheduler and the quota check have retried several times by then
+LAST_REPLICA_TIMEOUT_SECONDS = 300.0  # before the only serving replica is replaced in place, which costs an outage
 
 FREEABLE_RESOURCES = re.compile(
     r"insufficient|too many pods|anti-affinity|free ports|volume|claim|topology spread|exceeded quota", re.IGNORECASE
@@ -91,14 +92,21 @@ def surge_obstacle(
 ) -> str | None:
     """Return why a surge group of the new `revision` cannot be scheduled, or None if it can or may soon.
 
-    Returns None while pods drain, which may free resources. `start_seconds` is the total start timeout.
+    Returns None while pods drain, which may free resources. `start_seconds` is the total start timeout: a node that a
+    cluster autoscaler adds, or that the scheduler frees by preemption, is waited for that long.
     """
     groups = groups_of(observed)
     others = [group for group in groups if group.revision != revision]
     if len(groups) <= replicas or not others or _is_draining(observed):
         return None
+    is_last = sum(group.serves for group in groups) <= 1
     for group in groups:
-        why = _stuck_reason(group, start_seconds, now) if group.revision == revision else None
+        timeout = PLACEMENT_TIMEOUT_SECONDS
+        if is_last:
+            timeout = max(timeout, min(LAST_REPLICA_TIMEOUT_SECONDS, start_seconds / 2))
+        if _is_node_coming(group, observed):
+            timeout = start_seconds
+        why = _stuck_reason(group, start_seconds, now, timeout) if group.revision == revision else None
         if why is not None:
             return f"{group.name}, which should serve before {others[-1].name} is removed, {why}"
     return None
@@ -112,7 +120,8 @@ def unschedulable_groups(observed: ObservedChildren, *, now: datetime) -> frozen
     """
     if _is_draining(observed):
         return frozenset()
-    return frozenset(group.name for group in groups_of(observed) if _unschedulable_reason(group, now) is not None)
+    found = (group for group in groups_of(observed) if not _is_node_coming(group, observed))
+    return frozenset(group.name for group in found if _unschedulable_reason(group, now) is not None)
 
 
 def allowed_unavailable(
@@ -143,9 +152,18 @@ def _is_draining(observed: ObservedChildren) -> bool:
     return any(is_terminating(pod) or ordinal_of(pod) not in ordinals for pod in observed.pods)
 
 
-def _stuck_reason(group: Group, start_seconds: float, now: datetime) -> str | None:
+def _is_node_coming(group: Group, observed: ObservedChildren) -> bool:
+    """Return True if a node is being added or freed for an unscheduled pod of the group."""
+    waiting = [pod for pod in group.pods if unschedulable_since(pod) is not None]
+    return any(
+        pod["metadata"]["name"] in observed.scale_ups or (pod.get("status") or {}).get("nominatedNodeName")
+        for pod in waiting
+    )
+
+
+def _stuck_reason(group: Group, start_seconds: float, now: datetime, timeout: float) -> str | None:
     """Return why the group's pods have been unscheduled or without started containers for too long, or None."""
-    why = _unschedulable_reason(group, now)
+    why = _unschedulable_reason(group, now, timeout)
     if why is not None:
         return why
     for pod in group.pods:
@@ -159,17 +177,17 @@ def _stuck_reason(group: Group, start_seconds: float, now: datetime) -> str | No
     return None
 
 
-def _unschedulable_reason(group: Group, now: datetime) -> str | None:
+def _unschedulable_reason(group: Group, now: datetime, timeout: float = PLACEMENT_TIMEOUT_SECONDS) -> str | None:
     """Return why the group's pods have been unscheduled or missing for too long, or None."""
     backoff = gang_backoff_of(group)
     if backoff is not None and group.num_pods == 0 and _is_freeable(backoff.reason):
         return backoff.message
     for pod in group.pods:
         since, message = unschedulable_since(pod), unschedulable_message(pod) or ""
-        if since is not None and (now - since).total_seconds() >= PLACEMENT_TIMEOUT_SECONDS and _is_freeable(message):
+        if since is not None and (now - since).total_seconds() >= timeout and _is_freeable(message):
             return f"is unschedulable: {message}"
     missing = group.missing
-    is_late = missing is not None and now.timestamp() - missing.since >= PLACEMENT_TIMEOUT_SECONDS
+    is_late = missing is not None and now.timestamp() - missing.since >= timeout
     if missing is not None and is_late and _is_freeable(missing.error or ""):
         return f"has missing pods: {missing_pods_message(group)}"
     return None

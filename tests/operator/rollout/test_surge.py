@@ -10,7 +10,7 @@ from operator_builders import a_deployment
 from operator_cluster import BROKEN, TICK_SECONDS, TOKEN, FakeCluster
 from trimtab_operator.rollout.group_assignment import allowed_down
 from trimtab_operator.rollout.rollback import from_text
-from trimtab_operator.rollout.surge import PLACEMENT_TIMEOUT_SECONDS, allowed_surge
+from trimtab_operator.rollout.surge import LAST_REPLICA_TIMEOUT_SECONDS, PLACEMENT_TIMEOUT_SECONDS, allowed_surge
 from trimtab_operator.validation.rules import validation_errors
 
 QUICK = {"startTimeout": "2m", "drainTimeout": "10s", "bakeTime": "0s"}
@@ -428,3 +428,38 @@ def was_no_room(cluster: FakeCluster) -> bool:
     """Return True if the operator found no room for a surge replica of the present change."""
     kept = cluster.objects.get(("ConfigMap", "m-rollout"), {}).get("data", {}).get("rollout.json")
     return from_text(kept, key=TOKEN).surge_obstacle is not None
+
+
+def scale_up_event(cluster: FakeCluster, reason: str) -> dict[str, Any]:
+    return {"involvedObject": {"name": "m-g1-0"}, "reason": reason, "lastTimestamp": cluster._time()}
+
+
+@pytest.mark.parametrize("reason", ["TriggeredScaleUp", "Nominated"])
+def test_node_that_is_added_is_waited_for(reason: str) -> None:
+    """The autoscaler needs longer than the placement timeout; the only replica serves throughout."""
+    cluster = settled(1, nodes=1, rollout={"startTimeout": "10m"})
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    for _ in range(3):
+        cluster.tick()
+    cluster.creation_failures = [scale_up_event(cluster, reason)]
+    for _ in range(int(400 / TICK_SECONDS)):
+        cluster.tick()
+        assert cluster.pods["m-g0-0"]["metadata"]["uid"] == old
+    cluster.nodes = 2
+    cluster.settle()
+    assert "SurgeUnschedulable" not in cluster.events
+    assert [group.is_ready for group in cluster.groups] == [True]
+    assert "m-g0-0" not in cluster.pods
+
+
+def test_only_replica_is_kept_longer_than_one_of_several() -> None:
+    cluster = settled(1, nodes=1, rollout={"startTimeout": "30m"})
+    old = cluster.pods["m-g0-0"]["metadata"]["uid"]
+    cluster.edit(runtime=a_runtime("--seed=1"))
+    began = cluster.now
+    for _ in range(200):
+        cluster.tick()
+        if cluster.pods["m-g0-0"]["metadata"]["uid"] != old:
+            break
+    assert LAST_REPLICA_TIMEOUT_SECONDS <= cluster.now - began <= LAST_REPLICA_TIMEOUT_SECONDS + 4 * TICK_SECONDS
