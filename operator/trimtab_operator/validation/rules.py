@@ -855,6 +855,11 @@ def validate_overlay_labels(deployment: InferenceDeployment) -> Iterator[Validat
                 )
 
 
+OTHER_GPUS = re.compile(
+    r"nvidia\.com/(mig-.+|gpu\.shared)|amd\.com/gpu.*|gpu\.intel\.com/.+|habana\.ai/gaudi|google\.com/tpu|aws\.amazon\.com/neuron.*"
+)
+
+
 def validate_overlay_resources(deployment: InferenceDeployment) -> Iterator[ValidationError]:
     for container in deployment.spec.template.spec.containers:
         for kind, amounts in (container.resources or {}).items():
@@ -888,6 +893,11 @@ def _resource_errors(spec: Spec, where: str, name: str, amount: Any) -> Iterator
     if name == "nvidia.com/gpu":
         fix = "use runtime.device cuda and spec.parallelism" if spec.runtime.device == "cpu" else "use spec.parallelism"
         yield ValidationError(f"{where}.{name}", f"is derived from the layout; remove it and {fix}")
+    elif OTHER_GPUS.fullmatch(name):
+        message = "is not supported, because engines use whole GPUs of the resource nvidia.com/gpu; remove it"
+        if name.startswith("nvidia.com/mig-"):
+            message += ", and use nodes whose device plugin has the MIG strategy single"
+        yield ValidationError(f"{where}.{name}", message)
 
 
 def _quantity_errors(where: str, amount: Any) -> Iterator[ValidationError]:

@@ -586,3 +586,15 @@ def test_volumes_are_those_of_the_restricted_profile(source: dict[str, Any], sai
     template = {"spec": {"volumes": [{"name": "v", **source}]}}
     errors = [str(error) for error in validation_errors(a_deployment(template=template))]
     assert (errors == []) if said is None else any(said in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    "name", ["nvidia.com/mig-3g.40gb", "amd.com/gpu", "gpu.intel.com/i915", "nvidia.com/gpu.shared"]
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_other_gpu_resources_are_rejected_by_name(name: str, device: str) -> None:
+    containers = [{"name": "main", "resources": {"limits": {name: "1"}}}]
+    runtime = {"device": device, "image": "engine:1"}
+    errors = validation_errors(a_deployment(runtime=runtime, template={"spec": {"containers": containers}}))
+    assert [error.field for error in errors] == [f"spec.template.spec.containers[0].resources.limits.{name}"]
+    assert "is not supported" in str(errors[0])
