@@ -11,6 +11,7 @@ PAGE = (REPOSITORY / "docs/internals/architecture.md").read_text()
 PACKAGES = {
     "Engine packages": REPOSITORY / "engine-image/trimtab_engine",
     "Operator packages": REPOSITORY / "operator/trimtab_operator",
+    "Router packages": REPOSITORY / "router/trimtab_router",
     "Simulator packages": REPOSITORY / "simulator/trimtab_simulator",
 }
 ROOTS = (REPOSITORY, *PACKAGES.values(), REPOSITORY / "kernels/trimtab_kernels")
