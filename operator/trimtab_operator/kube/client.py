@@ -763,7 +763,7 @@ def is_of_workload(pod: Manifest, name: str, makers: Mapping[str, Manifest]) -> 
 def is_of_router(pod: Manifest, name: str) -> bool:
     """Return True if a pod was created for a ReplicaSet of the resource's router.
 
-    Anyone who can create pods can imitate one. It learns only the router's own token (builders/admin_token.py).
+    A user with permission to create pods can imitate one. It learns only the routers' tokens (builders/admin_token.py).
     """
     owners = [owner for owner in pod["metadata"].get("ownerReferences") or [] if owner.get("controller")]
     return any(

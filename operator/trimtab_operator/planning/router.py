@@ -44,7 +44,7 @@ from trimtab_operator.tuner.state import TunerState
 NEEDED_KINDS = ("RoleBinding", "Deployment")  # without one of them there is no router
 REMOVABLE_KINDS = ("Deployment", "RoleBinding", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor")
 DEFAULT_SEQUENCE_SLOTS = 256  # requests that a replica runs at once, for a first estimate: vLLM's default
-NO_ROUTER_IN_INSTALLATION = "this operator has no --router; ask the administrator to set the chart's router.enabled"
+NO_ROUTER_IN_INSTALLATION = "this operator has no --router; set router.enabled in its chart, or remove spec.router"
 
 
 @dataclass(frozen=True, slots=True)

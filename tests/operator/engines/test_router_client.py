@@ -30,7 +30,7 @@ class FakeRouter:
     pushed: list[dict[str, Any]] = field(default_factory=list)
     polls: int = 0
     answer: Callable[[], web.Response] | None = None
-    """What it answers instead of the demand."""
+    """Response instead of the demand; None for the demand."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def demand(self, request: web.Request) -> web.Response:
