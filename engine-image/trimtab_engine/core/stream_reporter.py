@@ -1,6 +1,8 @@
 """A core's reports for the state stream: prefix keys, load, step times and dispatches."""
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from trimtab_router.protocol.messages import Load
 
@@ -16,7 +18,8 @@ from trimtab_engine.state_stream.step_time_fit import StepTimeFit
 FIT_SECONDS = 1.0
 """Interval of new coefficients."""
 SHARE_SECONDS = 10.0
-"""Time of steps over which prefill_share averages."""
+"""Time over which prefill_share averages."""
+WAITING = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 LENGTH_REQUESTS = 100
 """Requests over which bytes_per_token averages."""
 
@@ -31,10 +34,10 @@ class StreamReporter:
         self._fitted_at = 0.0
         self._dispatches: list[Dispatch] = []
         self._num_bytes = self._num_tokens = 0.0
-        self._prefill_share = 0.0
+        self._prefill_share, self._shared_at = 0.0, 0.0
         self._context_tokens = 0
         self._num_cached: dict[Request, int] = {}
-        """Cached prompt tokens of waiting requests, as of their arrival."""
+        """Cached tokens of waiting requests, as of their arrival or preemption."""
         self._computes_prompts = False
         """True if the newest step computes prompts: some may be unfinished."""
 
@@ -62,6 +65,12 @@ class StreamReporter:
 
     def scheduled(self, batch: Batch) -> None:
         """Note a step that was just scheduled."""
+        blocks = self._scheduler.blocks
+        for preempted in batch.preempted:
+            if preempted.mode == "recompute":
+                contents = blocks.lookup_keys(preempted.request, preempted.num_tokens // blocks.block_size)
+                num_blocks = sum(1 for _ in takewhile(blocks.is_cached, contents))
+                self._num_cached[preempted.request] = num_blocks * blocks.block_size
         if batch.sequences:
             self._computes_prompts = batch.computes_prompts
             self._ledger.scheduled(batch.step)
@@ -73,6 +82,7 @@ class StreamReporter:
         if step is not None and step.batch.sequences:
             self._ledger.completed(step.batch.step)
             self._learn(step, stats.step_seconds)
+        self._note_share(step, stats.step_seconds, now)
         if not in_flight:
             self._ledger.settle()
         added, removed = self._ledger.take_news()
@@ -92,8 +102,13 @@ class StreamReporter:
             seconds=seconds,
             computes_prompts=batch.computes_prompts,
         )
-        share = 1.0 - len(batch.sampling) / batch.num_tokens if batch.computes_prompts else 0.0
-        self._prefill_share += min(1.0, seconds / SHARE_SECONDS) * (share - self._prefill_share)
+
+    def _note_share(self, step: PreparedStep | None, seconds: float, now: float) -> None:
+        elapsed, self._shared_at = now - self._shared_at, now
+        if elapsed > 0:
+            prefill_seconds = seconds if step is not None and step.batch.computes_prompts else 0.0
+            share = min(1.0, prefill_seconds / elapsed)
+            self._prefill_share += -math.expm1(-elapsed / SHARE_SECONDS) * (share - self._prefill_share)
 
     def _load(self, stats: StepStats, in_flight: Sequence[InFlightStep], now: float) -> Load:
         blocks, policy = self._scheduler.blocks, self._scheduler.policy
@@ -122,9 +137,8 @@ class StreamReporter:
         )
 
     def _num_cached_tokens(self) -> int:
-        """Return the prompt tokens of waiting requests that need not be computed."""
-        admitted = [request for request in self._num_cached if request.status is not RequestStatus.WAITING]
-        for request in admitted:
+        """Return the tokens of waiting requests that need not be computed."""
+        for request in [request for request in self._num_cached if request.status not in WAITING]:
             del self._num_cached[request]
         return sum(self._num_cached.values())
 

@@ -60,7 +60,8 @@ class Pick(BindableRequest):
             return
         assert self.description is not None
         if self.description.computes:
-            self.number = self._dispatcher.registry.dispatched(choice.best.replica, self.description.routed, now)
+            best, registry = choice.best, self._dispatcher.registry
+            self.number = registry.dispatched(best.replica, self.description.routed, now, best.predicted_ttft)
         self.choice.set_result(choice)
 
     def fail(self, error: HttpError) -> None:

@@ -70,7 +70,7 @@ class Load(msgspec.Struct, omit_defaults=True):
     late: int = 0
     """Part of `waiting` that can no longer attain its TTFT target and is served last."""
     prefill_tokens: int = 0
-    """Prompt tokens still to be computed: of waiting requests and of those in prefill."""
+    """Uncached tokens still to be computed after the running step: of waiting requests and of those in prefill."""
     context_tokens: int = 0
     """Tokens of running requests in the KV cache."""
     kv_used_tokens: int = 0
@@ -81,7 +81,7 @@ class Load(msgspec.Struct, omit_defaults=True):
     slots: int = 0
     """max_num_seqs in force."""
     prefill_share: float = 0.0
-    """Mean share of step time spent on prompts, 0 to 1."""
+    """Mean share of time spent in steps that compute prompts, 0 to 1."""
     step_seconds: float = 0.0
     """Predicted seconds until the running step ends; 0 if none runs."""
     bytes_per_token: float = 0.0

@@ -153,7 +153,8 @@ class Dispatcher:
         assert description is not None
         exchange.choice = choice
         if description.computes:
-            exchange.number = self.registry.dispatched(choice.best.replica, description.routed, now)
+            best = choice.best
+            exchange.number = self.registry.dispatched(best.replica, description.routed, now, best.predicted_ttft)
         self._send(exchange, choice.best.replica, now)
 
     def _send(self, exchange: Exchange, name: str, now: float) -> None:

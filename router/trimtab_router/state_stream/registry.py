@@ -165,12 +165,19 @@ class Registry:
             session=session,
         )
 
-    def dispatched(self, replica: str, request: RoutedRequest, now: float) -> int:
-        """Count a request that is sent to the replica now. Return its dispatch number."""
+    def dispatched(self, replica: str, request: RoutedRequest, now: float, expected_ttft: float = 0.0) -> int:
+        """Count a request that is sent to the replica now. Return its dispatch number.
+
+        Args:
+            replica: Name of the replica.
+            request: The request.
+            now: Monotonic seconds.
+            expected_ttft: Predicted seconds until its first token: its prefix is then cached.
+        """
         number = next(self._numbers)
         known = self._replicas.get(replica)
         if known is not None:
-            known.dispatched(number, request, now)
+            known.dispatched(number, request, now, expected_ttft)
         return number
 
     def best_core(self, replica: str, request: RoutedRequest) -> int | None:

@@ -34,7 +34,7 @@ LOST_SECONDS = 2.0
 FORGET_SECONDS = 30.0
 """After this long without a message the last report counts no longer; own dispatches are the only load."""
 EXPECTED_SECONDS = 5.0
-"""Dispatched keys count as cached for this long: siblings of a burst follow the first one."""
+"""Time after the predicted first token for which dispatched keys count as cached: a burst follows its first request."""
 MAX_APPROXIMATE_KEYS = 1 << 15
 """Dispatched keys that a replica without a stream is assumed to hold: 16 MiB of text."""
 MAX_CORES = 1024
@@ -95,17 +95,17 @@ class Replica:
         """Number of own dispatches that have not ended."""
         return len(self._dispatches)
 
-    def dispatched(self, number: int, request: RoutedRequest, now: float) -> None:
-        """Count a request that is sent to this replica now."""
+    def dispatched(self, number: int, request: RoutedRequest, now: float, expected_ttft: float = 0.0) -> None:
+        """Count a request that is sent to this replica now, and is expected to be computed after that many seconds."""
         cached = self._index.match(request.keys, now).get(self.state.index, 0) if request.keys else 0
         uncached = max(1.0, request.prompt_tokens - cached * request.tokens_per_key)
         num_cores = max(1, len(self._cores))  # the state is the mean core's
-        dispatch = _Dispatch(uncached / num_cores, request.prompt_tokens // num_cores)
+        dispatch = _Dispatch(uncached / num_cores, int(uncached / num_cores))
         self._dispatches[number] = dispatch
         self._count(dispatch, 1)
         if not request.keys:
             return
-        self._index.expect(self.state.index, request.keys, now + EXPECTED_SECONDS)
+        self._index.expect(self.state.index, request.keys, now + expected_ttft + EXPECTED_SECONDS)
         if self._approximate is not None:
             self._remember(request.keys)
 

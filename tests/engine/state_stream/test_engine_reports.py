@@ -13,6 +13,7 @@ from trimtab_engine.messages.admin import PatchConfig, Sleep, WakeUp
 from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.messages.state_stream import CoreReport, Dispatch, PrefixCuts
 from trimtab_engine.scheduling.block_manager import BlockManager
+from trimtab_engine.scheduling.request import RequestStatus
 from trimtab_router.protocol.messages import Load
 
 VOCABULARY = 97
@@ -184,6 +185,38 @@ def test_cached_tokens_of_waiting_requests_are_no_load(model: Path) -> None:
     assert router.load.prefill_tokens == 70 - 56  # seven of its blocks are cached
     router.run()
     assert router.load.prefill_tokens == 0
+
+
+def test_cached_tokens_of_preempted_requests_are_no_load(model: Path) -> None:
+    router = Router(make_engine(model, num_gpu_blocks_override=16))
+    router.engine.add(make_request("first", [1] * 40, 60))
+    router.engine.add(make_request("second", [2] * 40, 60))
+    prefill = []
+    while router.engine.has_work:
+        report = router.step()
+        waiting = [r for r in router.engine._scheduler.unfinished() if r.status is RequestStatus.PREEMPTED]
+        if waiting and report.load.running == 1:
+            prefill.append((report.load.prefill_tokens, waiting[0].num_tokens))
+    assert prefill
+    assert prefill[0][0] < prefill[0][1]  # a part of it is still in the cache
+
+
+def test_prefill_share_falls_while_nothing_is_computed(model: Path) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    router = Router(engine_builders.an_engine(model, clock, max_model_len=128, num_gpu_blocks_override=64))
+    for number in range(20):
+        router.engine.add(make_request(f"r{number}", [number] * 100, 1))
+    router.run()
+    busy = router.load.prefill_share
+    assert busy > 0
+    now[0] += 20.0
+    router.step()
+    assert router.load.prefill_share < busy / 4
 
 
 def test_step_times_are_fitted_and_reported(model: Path) -> None:

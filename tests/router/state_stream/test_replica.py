@@ -124,6 +124,14 @@ def test_dispatch_that_failed_before_its_acknowledgement_leaks_no_credit() -> No
     assert (replica.state.pending_requests, replica.state.pending_prefill_tokens) == (0, 0.0)
 
 
+def test_dispatched_keys_are_expected_until_after_the_first_token() -> None:
+    replica = make_replica()
+    connect(replica)
+    replica.dispatched(1, RoutedRequest(100, keys=(1,)), 0.0, expected_ttft=20.0)
+    assert replica._index.match((1,), 20.0 + EXPECTED_SECONDS - 0.1) == {0: 1}
+    assert replica._index.match((1,), 20.0 + EXPECTED_SECONDS + 0.1) == {}
+
+
 def test_dispatched_keys_expire_unless_the_engine_announces_them() -> None:
     replica = make_replica()
     connect(replica)
