@@ -21,7 +21,7 @@ PRIOR_CRASHES, PRIOR_POD_HOURS = (
     1.0,
     20.0,
 )  # weight of the prior rate, for a revision that was observed for a short time
-MIN_DEVIATIONS = 3.0  # standard deviations above the expected count
+MAX_CHANCE = 1e-5  # of so many crashes at the former rate; it is checked after each crash, for a day
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,27 @@ class CrashEvidence:
 
     @property
     def is_regression(self) -> bool:
-        """Return True if the crashes exceed the former revision's rate on enough pods."""
-        is_frequent = self.crashes > self.expected + MIN_DEVIATIONS * math.sqrt(self.expected)
+        """Return True if the crashes, on several pods or of one, are too many for the former revision's rate."""
         needed = max(MIN_CRASHES, math.ceil(MIN_CRASHED_SHARE * self.pods))
-        is_distinct = self.most_of_one_pod >= MIN_CRASHES or self.crashed_pods >= needed
-        return self.crashes >= MIN_CRASHES and is_frequent and is_distinct
+        if self.crashes < MIN_CRASHES:
+            return False
+        chance = _chance_of_at_least(self.crashes, self.expected) if self.crashed_pods >= needed else 1.0
+        if self.most_of_one_pod >= MIN_CRASHES:
+            of_one = _chance_of_at_least(min(self.crashes, self.most_of_one_pod), self.expected / self.pods)
+            chance = min(chance, self.pods * of_one)
+        return chance < MAX_CHANCE
+
+
+def _chance_of_at_least(count: int, expected: float) -> float:
+    """Return the probability of `count` or more independent events if `expected` are expected."""
+    if count <= expected or expected <= 0.0:
+        return 1.0 if count <= expected else 0.0
+    term = math.exp(count * math.log(expected) - expected - math.lgamma(count + 1))
+    chance, number = 0.0, count
+    while term > MAX_CHANCE * 1e-6:
+        chance, number = chance + term, number + 1
+        term *= expected / number
+    return chance
 
 
 def own_pods(group: Group) -> tuple[Manifest, ...]:

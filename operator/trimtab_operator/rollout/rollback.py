@@ -54,7 +54,7 @@ from trimtab_operator.validation.rules import validation_errors
 CONFIGURATION_ERROR_EXIT_CODE = 2
 MAX_KEPT_TEXTS = 1024
 SIGNED_KIND = "rollout"  # kind of the signed text
-WATCH_SECONDS = 3600.0  # later crashes are not attributed to the change
+WATCH_SECONDS = 86400.0  # a doubled crash rate of 60 replicas shows within a day; later crashes have other causes
 UNSTORED_ATTEMPT_SECONDS = 60.0  # younger attempts are not stored: most succeed or are edited by then
 MIN_REFUSED_STARTS = 3  # so many terminations are not the node's fault, and waiting does not help
 REPLICA_FIELDS = ("replicas", "priority", "scaling", "router")  # always taken from the latest spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from datetime import UTC, datetime
 from typing import Any
 
@@ -55,13 +56,13 @@ def evidence(groups: list[Group], *, rate: float | None, known: int = 0) -> Cras
 def test_base_rate_of_large_fleet_is_no_regression(groups: Any) -> None:
     fleet = [make_pod() for _ in range(57)]
     assert not evidence(groups(*fleet, *(make_pod(1) for _ in range(3))), rate=0.05).is_regression
-    assert evidence(groups(*fleet, *(make_pod(1) for _ in range(12))), rate=0.05).is_regression
+    assert evidence(groups(*fleet, *(make_pod(1) for _ in range(15))), rate=0.05).is_regression
 
 
-def test_three_crashes_of_one_pod_are_a_regression(groups: Any) -> None:
-    assert evidence(groups(make_pod(3), make_pod()), rate=None).is_regression
+def test_repeated_crashes_of_one_pod_are_a_regression(groups: Any) -> None:
+    assert evidence(groups(make_pod(4), make_pod()), rate=None).is_regression
     assert not evidence(groups(make_pod(2), make_pod()), rate=None).is_regression
-    assert not evidence(groups(make_pod(3), make_pod()), rate=None, known=1).is_regression
+    assert not evidence(groups(make_pod(4), make_pod()), rate=None, known=2).is_regression
 
 
 def test_crashes_before_the_watch_do_not_count(groups: Any) -> None:
@@ -99,3 +100,27 @@ def test_own_ends_count() -> None:
     assert num_crashes(make_pod(2)) == 2
     assert num_crashes(make_pod(2, state=KILLED)) == 3
     assert num_crashes(make_pod(2, state=KILLED, reason="Evicted")) == 2
+
+
+def first_regression(chance: random.Random, *, rate: float, days: int, pods: int = 60) -> float | None:
+    """Return after how many hours crashes at `rate` per pod and hour are a regression; the former rate was 0.05."""
+    hours, counts = 0.0, dict.fromkeys(range(pods), 0)
+    while True:
+        hours += chance.expovariate(rate * pods)
+        if hours > 24 * days:
+            return None
+        counts[chance.randrange(pods)] += 1
+        crashed = [count for count in counts.values() if count]
+        if CrashEvidence(sum(crashed), len(crashed), max(crashed), pods, 0.05 * pods * hours).is_regression:
+            return hours
+
+
+def test_base_rate_of_60_replicas_rolls_nothing_back() -> None:
+    """A change is watched for a day: 300 of them, of which seven would fill a week."""
+    found = [first_regression(random.Random(seed), rate=0.05, days=1) for seed in range(300)]
+    assert found == [None] * 300
+
+
+def test_doubled_rate_of_60_replicas_is_found_within_a_day() -> None:
+    found = [first_regression(random.Random(seed), rate=0.1, days=1) for seed in range(100)]
+    assert None not in found
