@@ -26,6 +26,8 @@ from trimtab_operator.rollout.surge import (
     num_surge_groups,
 )
 
+MAX_SHARE_DIGITS = 3  # of a percentage
+
 
 @dataclass(frozen=True, slots=True)
 class GroupAssignment:
@@ -148,11 +150,15 @@ def choose_groups_to_remove(
 
 
 def allowed_down(deployment: InferenceDeployment, replicas: int) -> int:
-    """Return rollout.maxUnavailable as a number of replicas; percentages are rounded down to at least 1."""
+    """Return rollout.maxUnavailable as a number of replicas; percentages are rounded down to at least 1.
+
+    The value of an invalid spec counts as 1: its replicas are still maintained.
+    """
     value = deployment.spec.rollout.max_unavailable
     if isinstance(value, int):
         return max(1, value)
-    return max(1, replicas * int(value.rstrip("%")) // 100)
+    share = value.removesuffix("%")
+    return max(1, replicas * int(share) // 100) if share.isdecimal() and len(share) <= MAX_SHARE_DIGITS else 1
 
 
 def choose_updates(
