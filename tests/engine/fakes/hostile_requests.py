@@ -24,7 +24,7 @@ import httpx
 
 PROBE_SECONDS = 0.1
 PROBE_TIMEOUT_SECONDS = 1.0
-"""Kubernetes' default."""
+"""Kubernetes' default. On a machine with other work a test may need more."""
 STREAM_TOKENS = 2000
 LEXEMES = "|".join(f"[a-z]{{{1 + n % 7},{9 + n % 5}}}{chr(97 + n % 26)}[0-9]{{1,{3 + n % 4}}}" for n in range(60))
 Json = dict[str, Any]
@@ -41,19 +41,19 @@ class Watched:
     failed_probes: int
 
     @classmethod
-    def during(cls, port: int, seconds: float) -> Callable[[], Watched]:
+    def during(cls, port: int, seconds: float, probe_timeout: float = PROBE_TIMEOUT_SECONDS) -> Callable[[], Watched]:
         """Start watching. Return a function that waits for the result."""
-        command = [sys.executable, __file__, str(port), str(seconds)]
+        command = [sys.executable, __file__, str(port), str(seconds), str(probe_timeout)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         return lambda: cls(**json.loads(process.communicate(timeout=seconds + 120)[0]))
 
 
-def watch(port: int, seconds: float) -> Watched:
+def watch(port: int, seconds: float, probe_timeout: float) -> Watched:
     until, gaps, failed, probes = time.monotonic() + seconds, [], 0, 0
 
     def probe() -> None:
         nonlocal failed, probes
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PROBE_TIMEOUT_SECONDS) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=probe_timeout) as client:
             while time.monotonic() < until:
                 probes += 1
                 try:
@@ -195,11 +195,13 @@ class HostileClients:
             self.unexpected.append(f"{response.status_code}: {response.text[:200]}")
 
 
-def phases(port: int, process: int, seconds: float, seed: int) -> Iterator[tuple[str, Watched, int]]:
+def phases(
+    port: int, process: int, seconds: float, seed: int, probe_timeout: float
+) -> Iterator[tuple[str, Watched, int]]:
     """Yield (phase, what was seen, resident bytes afterwards): undisturbed, then under attack, then undisturbed."""
     for phase in ("warm", "before", "attack", "after"):
         with HostileClients(port, seed) if phase in ("warm", "attack") else contextlib.nullcontext() as clients:
-            seen = Watched.during(port, seconds if phase in ("warm", "attack") else seconds / 4)()
+            seen = Watched.during(port, seconds if phase in ("warm", "attack") else seconds / 4, probe_timeout)()
         if isinstance(clients, HostileClients):
             assert clients.unexpected == []
         time.sleep(2.0)  # for the end of the last requests
@@ -207,5 +209,5 @@ def phases(port: int, process: int, seconds: float, seed: int) -> Iterator[tuple
 
 
 if __name__ == "__main__":
-    seen = watch(int(sys.argv[1]), float(sys.argv[2]))
+    seen = watch(int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))
     print(json.dumps({name: getattr(seen, name) for name in Watched.__slots__}))

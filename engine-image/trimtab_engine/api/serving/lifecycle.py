@@ -16,7 +16,7 @@ from trimtab_router.protocol import messages, prefix_keys
 
 from trimtab_engine.api.admin.routes import MAX_ADMIN_BODY_BYTES, build_admin_app
 from trimtab_engine.api.http.connections import ConnectionLimits
-from trimtab_engine.api.http.server import CLOSE_SECONDS, HttpServer, bind, loop_factory
+from trimtab_engine.api.http.server import CLOSE_SECONDS, HttpServer, bind, loop_factory, share_global_lock
 from trimtab_engine.api.metrics.exporter import EngineExporter
 from trimtab_engine.api.openai.state import ServerOptions, ServerState
 from trimtab_engine.api.serving.frontend import ServerFrontend
@@ -66,6 +66,7 @@ def run_server(config: EngineConfig, options: ServerOptions, listen: Listen, shu
         ConfigError: A port cannot be bound.
     """
     set_up_for_requests()
+    share_global_lock()
     open_files = raise_open_file_limit()
     if open_files < config.max_num_seqs_cap + SPARE_FILES:
         logger.warning(

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from trimtab_engine.api.http.server import HttpServer, loop_factory
+from trimtab_engine.api.http.server import HttpServer, loop_factory, share_global_lock
 from trimtab_engine.api.metrics.observations import ObservationBuffer
 from trimtab_engine.api.metrics.tracing import tracer_of
 from trimtab_engine.api.openai.loading import load_serving
@@ -192,6 +192,7 @@ def main() -> int:
     """Read Start from the link, whose file descriptor is the argument, then serve. Return the exit code."""
     exit_with_parent()
     set_up_for_requests()
+    share_global_lock()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole process group; the first process controls the shutdown
