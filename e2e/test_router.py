@@ -155,7 +155,8 @@ def test_rollout_of_engines_and_router_loses_no_request(
     ) as running:
         begin = time.monotonic()
         kube.run("rollout", "restart", f"deployment/{routed.name}-router", "-n", namespace)
-        kube.run("rollout", "status", f"deployment/{routed.name}-router", "-n", namespace, "--timeout=120s")
+        status = ("rollout", "status", f"deployment/{routed.name}-router", "-n", namespace)
+        kube.run(*status, timeout_seconds=SETTLED_SECONDS)
         length = int(routed.get()["spec"]["engine"]["maxModelLen"]) - 16
         kube.patch(CRD_KIND, routed.name, namespace, {"spec": {"engine": {"maxModelLen": length}}})
         routed.settled(deadline_seconds=2 * SETTLED_SECONDS)

@@ -16,6 +16,7 @@ from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.rollout.rollback import FailedChange
 from trimtab_operator.tuner.decide import TunerOutput
+from trimtab_operator.tuner.moves import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class StatusInputs:
     revision: str = ""
     engines: Mapping[str, EngineView] | None = None
     tuning: TunerOutput | None = None
+    history: tuple[Decision, ...] = ()
+    """Latest decisions, newest last, reported while no replica runs too."""
     queue: SchedulingPlan = field(default_factory=SchedulingPlan)
     validation_errors: tuple[ValidationError, ...] = ()
     layout_errors: tuple[ValidationError, ...] = ()

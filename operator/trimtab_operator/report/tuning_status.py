@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,10 +22,12 @@ SIGNIFICANT_DIGITS = 2  # significant digits of a default
 
 
 def tuning_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict[str, Any]:
-    """Return `status.tuning`; the previous one while no replica runs."""
+    """Return `status.tuning`; the previous one with the latest decisions while no replica runs."""
     before: Mapping[str, Any] = deployment.status.get("tuning") or {}
-    if inputs.tuning is None:
+    if inputs.tuning is None and not inputs.history:
         return dict(before)
+    if inputs.tuning is None:
+        return {"mode": deployment.spec.tuning.mode, **before, "history": _history(inputs.history)}
     tuned = inputs.tuning
     tuning: dict[str, Any] = {"mode": deployment.spec.tuning.mode}
     if inputs.metrics_source is not None:
@@ -44,8 +46,13 @@ def tuning_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict
     if tuned.state.forecast is not None:
         tuning["forecast"] = _forecast(tuned.state.forecast)
     if tuned.state.history:
-        tuning["history"] = [decision_status(decision) for decision in reversed(tuned.state.history)]
+        tuning["history"] = _history(tuned.state.history)
     return tuning
+
+
+def _history(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
+    """Return the decisions, newest first."""
+    return [decision_status(decision) for decision in reversed(tuple(decisions))]
 
 
 def decision_status(decision: Decision) -> dict[str, Any]:

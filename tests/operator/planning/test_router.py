@@ -320,6 +320,16 @@ def test_idle_deployment_scales_to_zero() -> None:
     assert (history["reason"], history["from"], history["to"]) == ("NoRequests", "1", "0")
 
 
+def test_history_at_zero_has_the_decision() -> None:
+    """The iteration that removes the replica leaves its status to the next one, in which no replica runs."""
+    cluster = make_idle_cluster()
+    ticks(cluster, 90)
+    assert len(cluster.groups) == 0
+    cluster.status["tuning"]["history"] = []
+    cluster.tick()
+    assert [entry["reason"] for entry in cluster.status["tuning"]["history"]] == ["NoRequests"]
+
+
 def test_request_restarts_the_idle_timeout() -> None:
     cluster = make_idle_cluster()
     ticks(cluster, 40)
