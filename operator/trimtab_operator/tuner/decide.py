@@ -12,8 +12,16 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from trimtab_operator.tuner.evidence import OBSERVED_SECONDS, Record
+from trimtab_operator.tuner.evidence import judge as judge_share
 from trimtab_operator.tuner.explanation import sentence_of
-from trimtab_operator.tuner.learning import compute_attainment, objectives_of, update_predictor, with_observation
+from trimtab_operator.tuner.learning import (
+    compute_attainment,
+    estimate_drain,
+    objectives_of,
+    update_predictor,
+    with_observation,
+)
 from trimtab_operator.tuner.load.arrivals import since
 from trimtab_operator.tuner.moves import Decision, Move, Reason, ReplicaCount, Restart, decision_id
 from trimtab_operator.tuner.objectives import Objectives
@@ -22,7 +30,7 @@ from trimtab_operator.tuner.observation.track import FaultTimeouts
 from trimtab_operator.tuner.outcomes import with_outcomes
 from trimtab_operator.tuner.parameters import Parameter, Values
 from trimtab_operator.tuner.rules import LIVE_RULES
-from trimtab_operator.tuner.rules.replicas import choose_replicas, count_in_bounds
+from trimtab_operator.tuner.rules.replicas import choose_replicas, count_in_bounds, level_at_bound
 from trimtab_operator.tuner.rules.restart import restart_move
 from trimtab_operator.tuner.safety import (
     active_pins,
@@ -34,12 +42,14 @@ from trimtab_operator.tuner.safety import (
     yield_device_memory,
 )
 from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
+from trimtab_operator.tuner.scaling.control_law import LEVEL_SECONDS
 from trimtab_operator.tuner.settings import Mode, Settings
 from trimtab_operator.tuner.situation import Situation, ranges_of
-from trimtab_operator.tuner.state import Pin, Trial, TunerState
+from trimtab_operator.tuner.state import KEEP_OUTCOMES_SECONDS, Pin, Trial, TunerState
 from trimtab_operator.tuner.trial import SETTLE_SECONDS, Verdict, judge_trial
 
 ATTAINMENT_WINDOW_SECONDS = 300.0
+CONTRADICTED_SECONDS = 3600.0  # between two reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,7 @@ def _decide(snapshots: Iterable[ReplicaSnapshot], state: TunerState, settings: S
     iteration.decisions.extend(bounds_decisions)
     iteration.apply_safety_rules()
     iteration.update_violated_since()
+    iteration.record_evidence()
     iteration.tune()
     iteration.scale()
     iteration.recommend_restart_only_changes()
@@ -250,6 +261,52 @@ class _Iteration:
         missed = share < self.objectives.share
         self.state = replace(self.state, violated_since=(self.now if began is None else began) if missed else None)
 
+    def record_evidence(self) -> None:
+        """Record the load of the last minutes if it was attained, or clearly not, with unchanged replicas and
+        parameters. A contradicted prediction is reported.
+        """
+        situation, predictor = self.situation(), self.state.predictor
+        if situation is None or predictor is None or self._unapplied_replicas() or not self.observation.is_complete:
+            return
+        until = self.now - estimate_drain(self.state)
+        start = until - OBSERVED_SECONDS
+        changed = max(self.observation.complete_since(self.now), self.state.last_live_move)
+        if start < changed or self.now - start > KEEP_OUTCOMES_SECONDS or self.state.clients.are_closed_loop:
+            return
+        outcomes = [one for one in since(self.state.request_outcomes, start) if one.arrived_at <= until]
+        share = sum(one.is_met for one in outcomes) / max(1, len(outcomes))
+        is_attained = judge_share(share, self.objectives.share, len(outcomes))
+        if is_attained is None or not (rate := self._evident_rate(until, is_attained=is_attained)):
+            return
+        record = Record(
+            self.now, situation.candidate, rate, predictor.mean_work, predictor.typical_context, is_attained
+        )
+        if self.state.evidence.is_news(record):
+            self.state = replace(self.state, evidence=self.state.evidence.with_record(record))
+            self._report_contradiction(predictor.at(record.candidate, rate).attainment, share, is_attained)
+
+    def _evident_rate(self, until: float, *, is_attained: bool) -> float:
+        """Return the rate of the OBSERVED_SECONDS before `until`: their mean if it was attained, otherwise their
+        highest minute, which may be the one that was not.
+        """
+        demand = self.state.demand
+        if is_attained:
+            return demand.rate(OBSERVED_SECONDS, until=until) or 0.0
+        ends = [until - seconds for seconds in range(0, int(OBSERVED_SECONDS - LEVEL_SECONDS) + 1, 15)]
+        return max(demand.rate(LEVEL_SECONDS, until=end) or 0.0 for end in ends)
+
+    def _report_contradiction(self, predicted: float, observed: float, is_attained: bool) -> None:
+        """Report that evidence contradicts the prediction for the same load, at most once per CONTRADICTED_SECONDS."""
+        wanted = self.objectives.share
+        is_contradicted = predicted < level_at_bound(wanted) if is_attained else predicted >= wanted
+        last = self.state.contradicted_at
+        if not is_contradicted or (last is not None and self.now - last < CONTRADICTED_SECONDS):
+            return
+        self.state = replace(self.state, contradicted_at=self.now)
+        evidence = {"predicted": round(predicted, 4), "attained": round(observed, 4)}
+        count = len(self.observation.ready)
+        self._record(Move(Reason.PREDICTION_CONTRADICTED, ReplicaCount(), count, count, evidence))
+
     def tune(self) -> None:
         """Judge the trial in progress; without one, start a trial for the first rule that wants a change."""
         situation = self.situation()
@@ -257,7 +314,7 @@ class _Iteration:
             return
         if self.state.trial is not None:
             self._judge(self.state.trial, situation)
-        if self.state.trial is not None or self.decisions:
+        if self.state.trial is not None or any(isinstance(one.move.target, Parameter) for one in self.decisions):
             return
         self.found = next((move for rule in LIVE_RULES if (move := rule(situation)) is not None), None)
         if self.found is None or self.settings.mode is not Mode.AUTO:
@@ -281,9 +338,7 @@ class _Iteration:
                 self._record(chosen.move)
         else:
             seen = chosen.state
-            sampled = replace(
-                self.state.scaling, wanted=seen.wanted, began_at=seen.began_at, initial_replicas=seen.initial_replicas
-            )
+            sampled = replace(self.state.scaling, wanted=seen.wanted, began_at=seen.began_at)
             self.state = replace(self.state, scaling=sampled)
             self.found = self.found or chosen.move
         self.replicas = self.state.scaling.desired

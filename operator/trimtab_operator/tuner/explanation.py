@@ -158,19 +158,12 @@ def _too_few_slots(move: Move, mode: Mode) -> str:
 
 
 def _replicas(move: Move, mode: Mode) -> str:
-    if "capacity_per_replica" not in move.evidence:
+    if not move.expected:
         return f"{_change(move, mode)}: no request arrived for a minute, and none is in flight"
     rate, provisioned = move.evidence["requests_per_second"], move.evidence["provisioned_per_second"]
-    queue = int(move.evidence.get("replicas_for_queue", 0))
-    notes = f", {queue} of them for queued requests" if queue else ""
-    if move.evidence.get("is_overfull"):
-        notes += "; the KV caches are nearly full and are predicted to overflow"
-    initial = move.evidence.get("initial_replicas")
-    hint = f"the {initial:.0f} initial replicas imply a higher load, " if initial else ""
     return (
-        f"{_change(move, mode)}: {rate:.3g} requests/s arrive, {hint}{provisioned:.3g} requests/s must be served once "
-        f"a new replica is ready, and one replica holds {move.evidence['capacity_per_replica']:.3g}{notes}"
-        f"{_forecast(move)}"
+        f"{_change(move, mode)}: {rate:.3g} requests/s arrive, and {provisioned:.3g} requests/s must be served once a "
+        f"new replica is ready{_forecast(move)}"
     )
 
 
@@ -228,6 +221,14 @@ def _not_achieved(move: Move, _: Mode) -> str:
     return f"Returned {name} from {show(move.before)} to {show(move.after)}: the predicted effect was not achieved"
 
 
+def _contradicted(move: Move, _: Mode) -> str:
+    predicted, attained = percent(move.evidence["predicted"]), percent(move.evidence["attained"])
+    return (
+        f"{attained} of requests attained the objectives with {show(move.after)} replicas, but {predicted} were "
+        f"predicted; the observation is used"
+    )
+
+
 def _restarted(move: Move, _: Mode) -> str:
     cause = "ran out of memory" if move.evidence["out_of_memory"] else "crashed"
     code = f" (exit code {int(move.evidence['exit_code'])})" if "exit_code" in move.evidence else ""
@@ -270,6 +271,7 @@ _FORMATTERS: Mapping[Reason, Callable[[Move, Mode], str]] = {
     Reason.SATURATED: _saturated,
     Reason.ROLLED_BACK: _rolled_back,
     Reason.PREDICTION_NOT_ACHIEVED: _not_achieved,
+    Reason.PREDICTION_CONTRADICTED: _contradicted,
     Reason.ROLLED_BACK_AFTER_RESTART: _restarted,
     Reason.DEVICE_MEMORY_PRESSURE: _device_memory_pressure,
     Reason.BOUNDS_CHANGED: _bounds,

@@ -25,11 +25,11 @@ from trimtab_operator.tuner.prediction.capacity import (
     WORK_PER_STEP,
 )
 from trimtab_operator.tuner.samples import Finished, Unfinished
-from trimtab_operator.tuner.scaling.control_law import LEVEL_SECONDS
+from trimtab_operator.tuner.scaling.control_law import LEVEL_SECONDS, lead_seconds
 from trimtab_operator.tuner.settings import Settings
 from trimtab_operator.tuner.state import KEEP_OUTCOMES_SECONDS, MAX_REQUEST_OUTCOMES, RequestOutcome, TunerState
 
-WARM_AFTER_SECONDS = 60.0  # before, caches and clocks are cold, so nothing is fitted
+WARM_AFTER_SECONDS = 15.0  # before, caches and clocks are cold, so nothing is fitted
 KEEP_COLD_STARTS = 5
 MAX_COLD_START_SECONDS = 1800.0  # a longer start waited for something else: a node, a quota
 DRAIN_REQUESTS = 1000  # last requests from which the drain time is estimated
@@ -121,7 +121,7 @@ def _with_demand(state: TunerState, observation: Observation, settings: Settings
     per_second *= (len(observation.ready) - len(fresh)) / len(new)  # unread replicas are assumed to get as much each
     begun = math.fsum(_arrived(part) for seen in fresh for part in seen.intervals)
     demand = state.demand.with_point(Point(max(part.end for part in new), seconds, per_second * seconds + begun))
-    horizon = estimate_cold_start(state, settings) + settings.pace.tick_seconds
+    horizon = lead_seconds(estimate_cold_start(state, settings), settings.pace.tick_seconds)
     growth = state.growth.with_errors(demand, observation.at)
     level = demand.level(LEVEL_SECONDS)
     is_seen = level is not None and demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2
@@ -131,7 +131,7 @@ def _with_demand(state: TunerState, observation: Observation, settings: Settings
             demand, growth, level=level if is_seen else None, now=observation.at, horizon=horizon
         )
     if level is not None and is_seen:
-        growth = growth.with_prediction(observation.at + horizon, level, demand.trend())
+        growth = growth.with_prediction(observation.at + horizon, level)
     return replace(state, demand=demand, growth=growth, forecast=forecast)
 
 
@@ -270,7 +270,6 @@ def update_predictor(state: TunerState, objectives: Objectives, *, now: float, l
     if old is not None:
         easier = old.mean_work / predictor.mean_work
         predictor.guesses = {candidate: easier * rate for candidate, rate in old.capacities.items()}
-        predictor.before = {candidate: easier * rate for candidate, rate in old.beliefs().items()}
         is_shift = state.predictor_key[0] != state.lengths.version
         predictor.stride, predictor.work_left = (
             (FIRST_STRIDE, WORK_AFTER_SHIFT) if is_shift else (KNOWN_STRIDE, WORK_PER_STEP)

@@ -33,6 +33,7 @@ class Reason(StrEnum):
     SATURATED = "Saturated"  # objectives are violated and every parameter is at its bound
     ROLLED_BACK = "RolledBack"  # a change made the result worse
     PREDICTION_NOT_ACHIEVED = "PredictionNotAchieved"  # a change had less than half of its predicted effect
+    PREDICTION_CONTRADICTED = "PredictionContradicted"  # the observed attainment contradicts the prediction
     ROLLED_BACK_AFTER_RESTART = (
         "RolledBackAfterRestart"  # an engine ran out of memory, or crashed, above the start values
     )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from trimtab_operator.tuner.moves import Decision, Reason, ReplicaCount
 from trimtab_operator.tuner.observation import Observation
-from trimtab_operator.tuner.scaling.control_law import REGRET_SECONDS
 from trimtab_operator.tuner.state import TunerState
+
+REGRET_SECONDS = 720.0  # replicas that are needed again this soon after a scale-in were removed too early
 
 
 def with_outcomes(state: TunerState, observation: Observation, *, now: float) -> TunerState:

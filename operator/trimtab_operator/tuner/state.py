@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from trimtab_operator.tuner.evidence import Evidence
 from trimtab_operator.tuner.load import Clients, Demand, Forecast, Growth, Lengths, Sharing
 from trimtab_operator.tuner.model import StepTime
 from trimtab_operator.tuner.moves import Decision, Expectation
@@ -114,6 +115,10 @@ class TunerState:
     scaling: ScalingState = field(default_factory=ScalingState)
     cold_starts: tuple[float, ...] = ()
     """Start-up seconds of the last replicas."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """Loads that were attained or not."""
+    contradicted_at: float | None = None
+    """Time when evidence last contradicted a prediction."""
     model: StepTime | None = None
     forecast: Forecast | None = None
     """Forecast of arrivals; its season is persistent, its errors are learned again. None if not requested."""

@@ -9,20 +9,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
+from trimtab_operator.tuner.evidence import Evidence, Record
 from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.load.season import MOST_BUCKETS, Bucket, Season
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, ReplicaCount, Restart, Target
 from trimtab_operator.tuner.parameters import Parameter, Value, Values, typed
+from trimtab_operator.tuner.prediction import Candidate
 from trimtab_operator.tuner.scaling.behavior import ScaleEvent
 from trimtab_operator.tuner.scaling.control_law import ScalingState
 from trimtab_operator.tuner.state import MAX_HISTORY, Pin, Trial, TunerState
 
-STORED_VERSION = 3  # another version is not read; the state is rebuilt
+STORED_VERSION = 4  # another version is not read; the state is rebuilt
 MAX_TEXT = 400_000  # a ConfigMap holds 1 MiB
 MAX_SENTENCE_CHARS = 2000
 MAX_ENTRIES = 64
+MAX_BLOCKS = 1 << 31
 
 
 def to_json(state: TunerState) -> str:
@@ -51,15 +55,9 @@ def to_json(state: TunerState) -> str:
             "scaling": {
                 "desired": scaling.desired,
                 "events": [[event.at, event.change] for event in scaling.events[-MAX_ENTRIES:]],
-                "hold": scaling.hold_seconds,
-                "lastIn": scaling.last_in_at,
-                "lastInFrom": scaling.last_in_from,
-                "regretted": scaling.regretted_at,
-                "regrettedCount": scaling.regretted,
                 "began": scaling.began_at,
-                "burst": scaling.burst_at,
-                "initialReplicas": scaling.initial_replicas,
             },
+            "evidence": [_record_to_json(record) for record in state.evidence.records],
             "forecast": None if state.forecast is None else _season_to_json(state.forecast.season),
             "recommendation": None if state.recommendation is None else decision_to_json(state.recommendation),
             "history": [decision_to_json(entry) for entry in state.history],
@@ -90,15 +88,9 @@ def from_json(text: str) -> TunerState | None:
             scaling=ScalingState(
                 desired=_optional_count(scaling["desired"]),
                 events=tuple(ScaleEvent(_number(at), int(_number(change))) for at, change in scaling["events"]),
-                hold_seconds=_number(scaling["hold"]),
-                last_in_at=_optional(scaling["lastIn"]),
-                last_in_from=_optional_count(scaling.get("lastInFrom")),
-                regretted_at=_optional(scaling["regretted"]),
-                regretted=_optional_count(scaling.get("regrettedCount")),
                 began_at=_optional(scaling["began"]),
-                burst_at=_optional(scaling.get("burst")),
-                initial_replicas=_optional_count(scaling.get("initialReplicas")),
             ),
+            evidence=Evidence(tuple(_record(entry) for entry in data["evidence"][:MAX_ENTRIES])),
             forecast=None if data.get("forecast") is None else Forecast(_season(data["forecast"])),
             recommendation=None if data["recommendation"] is None else decision_from_json(data["recommendation"]),
             history=tuple(decision_from_json(entry) for entry in data["history"][-MAX_HISTORY:]),
@@ -213,6 +205,26 @@ def _trial(data: Mapping[str, Any]) -> Trial:
     )
 
 
+def _record_to_json(record: Record) -> dict[str, Any]:
+    return {
+        "at": record.at,
+        "candidate": list(astuple(record.candidate)),
+        "rate": record.rate,
+        "work": record.work,
+        "context": record.context,
+        "attained": record.is_attained,
+    }
+
+
+def _record(data: Mapping[str, Any]) -> Record:
+    replicas, slots, budget, blocks, size = (_count(value, MAX_BLOCKS) for value in data["candidate"][:-1])
+    at, rate, work, context = (_number(data[name]) for name in ("at", "rate", "work", "context"))
+    if min(replicas, rate, work, context) <= 0:
+        raise ValueError("a record without load")
+    candidate = Candidate(replicas, slots, budget, blocks, size, _number(data["candidate"][-1]))
+    return Record(at, candidate, rate, work, context, data["attained"] is True)
+
+
 def _pin(data: Mapping[str, Any]) -> Pin:
     value, limit, until = (_number(data[name]) for name in ("value", "limit", "until"))
     return Pin(Parameter(data["parameter"]), value, limit, until, data.get("forMix") is True)
@@ -263,9 +275,9 @@ def _optional(value: Any) -> float | None:
     return None if value is None else _number(value)
 
 
-def _count(value: Any) -> int:
+def _count(value: Any, most: int = 100_000) -> int:
     number = _number(value)
-    if not isinstance(number, int) or not 0 <= number <= 100_000:
+    if not isinstance(number, int) or not 0 <= number <= most:
         raise ValueError(f"{value!r} is not a count")
     return number
 

@@ -14,8 +14,8 @@ from trimtab_operator.planning.tuning import SIGNED_KIND
 from trimtab_operator.resource.signed_text import verify
 from trimtab_operator.resource.spec import PAUSED
 from trimtab_operator.tuner.rules import replicas as rule
+from trimtab_operator.tuner.rules.replicas import Need
 from trimtab_operator.tuner.scaling import control_law
-from trimtab_operator.tuner.scaling.control_law import Need
 from trimtab_operator.tuner.stored import from_json
 
 AT_ONCE = {"scaleDown": {"stabilizationWindowSeconds": 0}}
@@ -31,8 +31,8 @@ class Needs:
 @pytest.fixture
 def needs(monkeypatch: pytest.MonkeyPatch) -> Needs:
     asked = Needs()
-    monkeypatch.setattr(rule, "_need", lambda *_: (Need(asked.count, 3.0, 3.0, 1.0), lambda n: 2.0 * n))
-    monkeypatch.setattr(control_law, "LEARN_COLD_STARTS", 0.0)
+    monkeypatch.setattr(rule, "_need", lambda *_: Need(asked.count, 3.0, 3.0, 1.0, 0.8, 0.99))
+    monkeypatch.setattr(control_law, "LEARN_SECONDS", 0.0)
     return asked
 
 

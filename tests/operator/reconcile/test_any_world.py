@@ -23,7 +23,6 @@ from trimtab_operator.planning.tuning import dump_tuner_state
 from trimtab_operator.tuner.parameters import Parameter
 from trimtab_operator.tuner.rules import replicas
 from trimtab_operator.tuner.scaling import control_law
-from trimtab_operator.tuner.scaling.control_law import Need
 from trimtab_operator.tuner.state import TunerState
 
 BATCHES = 20
@@ -137,11 +136,11 @@ async def test_killed_operator_converges_with_autoscaling(
     batch: int, worlds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The removed replicas may differ: the serving or updated ones at that moment stay."""
-    monkeypatch.setattr(control_law, "LEARN_COLD_STARTS", 0.0)
+    monkeypatch.setattr(control_law, "LEARN_SECONDS", 0.0)
     for seed in range(batch, int(SCALED_SHARE * worlds), SCALED_BATCHES):
         chance = random.Random(seed)
         needed = chance.randrange(1, 6)
-        need = Need(needed, 3.0, 3.0, 1.0), float
+        need = replicas.Need(needed, 3.0, 3.0, 1.0, 0.8, 0.99)
         monkeypatch.setattr(replicas, "_need", lambda *_, need=need: need)
         undisturbed, killed = await both_ends(a_world(chance, is_scaled=True), chance, still_ticks=STILL_TICKS)
         ends = without_names(killed), without_names(undisturbed)

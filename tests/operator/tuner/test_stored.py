@@ -5,11 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from trimtab_operator.tuner.evidence import Evidence, Record
 from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.load.demand import Point
 from trimtab_operator.tuner.load.season import BUCKETS_PER_DAY, DAY_SECONDS, Bucket, Season
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, ReplicaCount, Restart
 from trimtab_operator.tuner.parameters import Parameter
+from trimtab_operator.tuner.prediction import Candidate
 from trimtab_operator.tuner.scaling.behavior import ScaleEvent
 from trimtab_operator.tuner.scaling.control_law import ScalingState
 from trimtab_operator.tuner.state import Pin, Trial, TunerState
@@ -22,7 +24,7 @@ WHOLE = TunerState(
     starts={Parameter.GPU_MEMORY_UTILIZATION: 0.8},
     moved_at={"replicas": 5.0},
     trial=Trial("abc", Parameter.WATERMARK, 0.0, 0.05, 10.0, EXPECTED, 0.98, 0.02, 3.0),
-    pins=(Pin(Parameter.MAX_NUM_SEQS, 9, 32, 100.0),),
+    pins=(Pin(Parameter.MAX_NUM_SEQS, 9, 32, 100.0), Pin(Parameter.WATERMARK, 0.1, 0.05, 200.0, is_for_mix=True)),
     crashes=(7.0,),
     raised={"uid": 2},
     recommendation=Decision("r", 1.0, Move(Reason.SATURATED, Restart("parallelism.tensor"), None, None), "Saturated."),
@@ -33,16 +35,10 @@ WHOLE = TunerState(
     scaling=ScalingState(
         3,
         events=(ScaleEvent(4.0, 1),),
-        hold_seconds=180.0,
-        last_in_at=2.0,
-        last_in_from=4,
-        regretted_at=5.0,
-        regretted=3,
         began_at=1.0,
-        burst_at=3.0,
-        initial_replicas=4,
     ),
     cold_starts=(42.5, 61.0),
+    evidence=Evidence((Record(6.0, Candidate(3, 256, 1024, 62_500, 16, 0.05), 12.5, 0.2, 1300.0, is_attained=True),)),
     forecast=Forecast(Season(7200.0, (1.25, None, 3.0, 0.0), (2, 0, 1, 9999), (Bucket(6, 1.5), Bucket(7, 0.25)))),
 )
 
@@ -83,6 +79,9 @@ def changed(path: list[Any], value: Any) -> str:
         changed(["scaling", "desired"], -1),
         changed(["scaling", "desired"], 1.5),
         changed(["history", 0, "expected", 0, "low"], None),
+        changed(["evidence", 0, "rate"], 0.0),
+        changed(["evidence", 0, "candidate", 3], -5),
+        changed(["evidence", 0, "candidate"], [1]),
         changed(["forecast", "rates", 0], -1.0),
         changed(["forecast", "rates"], [1.0]),
         changed(["forecast", "rates"], []),

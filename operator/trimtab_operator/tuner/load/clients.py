@@ -46,6 +46,11 @@ class Clients:
         return Clients((*self.counts, count)[-MAX_COUNTS:])
 
     @property
+    def are_known(self) -> bool:
+        """True if there are enough samples to tell closed-loop clients from open-loop load."""
+        return len(self.counts) == MAX_COUNTS or self.are_closed_loop
+
+    @property
     def are_closed_loop(self) -> bool:
         """True if as many requests arrive as end while some wait."""
         steps = list(itertools.pairwise(self.counts))

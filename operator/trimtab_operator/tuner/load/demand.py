@@ -19,9 +19,6 @@ THINNED_EVERY = 64  # points
 FRESH_SECONDS = 300.0  # over which dispersion is measured
 LEAST_POINTS = 6
 MAX_DISPERSION = 25.0  # of counts: gaps with a coefficient of variation of 5
-TREND_SECONDS = 60.0
-CHANCE_ERRORS = 3.0  # standard errors of a count beyond chance
-MOST_TREND = 0.3  # larger changes are clipped
 STEADY_SECONDS = 600.0  # over which few requests are assumed to have a constant rate, unless they clearly do not
 STEADY_REQUESTS = 10.0  # weight of that rate, in requests
 CLEARLY = 4.0  # standard deviations from the earlier rate that are a jump, even with few requests
@@ -104,35 +101,6 @@ class Demand:
             return requests / counted
         return (requests + STEADY_REQUESTS) / (counted + STEADY_REQUESTS / before)
 
-    def trend(self) -> float:
-        """Return the logarithm of the level of the last minute over that of the three before, within MOST_TREND; 0 if
-        unknown.
-        """
-        if not self.points:
-            return 0.0
-        now = self.level(TREND_SECONDS)
-        before = self.level(3 * TREND_SECONDS, until=self.points[-1].at - TREND_SECONDS)
-        if not now or not before:
-            return 0.0
-        return max(-MOST_TREND, min(MOST_TREND, math.log(now / before)))
-
-    def has_doubled(self, within: float) -> bool:
-        """Return True if the rate of the last minute is twice that at some time in the `within` seconds before, beyond
-        chance.
-        """
-        rate = self.rate(TREND_SECONDS)
-        if not rate:
-            return False
-        newest = self.points[-1].at
-        before = [
-            self.rate(TREND_SECONDS, until=point.at)
-            for point in self._last(within, newest - 1e-3)
-            if point.at - self.points[0].at >= TREND_SECONDS / 2
-        ]
-        lowest = min((past for past in before if past is not None), default=rate)
-        grown = (rate - lowest) * TREND_SECONDS
-        return rate >= 2 * lowest and grown >= CHANCE_ERRORS * math.sqrt((rate + lowest) * TREND_SECONDS)
-
     def seen_seconds(self, seconds: float) -> float:
         """Return how much of the last `seconds` was observed."""
         return math.fsum(point.seconds for point in self._last(seconds, None))
@@ -199,35 +167,32 @@ def _merge_idle_points(points: tuple[Point, ...]) -> tuple[Point, ...]:
 
 
 LEARN_SECONDS = 4 * 3600.0  # of errors; older ones are not representative
-LEAST_ERRORS = 80.0  # similar cases below which the prior counts too: an hour shows a few jumps at most
-ALIKE = 0.04  # kernel width for similar trends: the random variation of a usual load's trend
+LEAST_ERRORS = 80.0  # cases below which the prior counts too: twenty minutes show a few jumps at most
 OBSERVED_SECONDS = 120.0  # window of the observed rate: one minute's chance is not growth
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prediction for `at`, with the trend at that time; `error` is the logarithm of observed over predicted."""
+    """A prediction for `at`; `error` is the logarithm of observed over predicted."""
 
     at: float
     rate: float
-    trend: float
     error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Prediction errors one start-up ahead: logarithms of observed over predicted rates.
+    """Prediction errors one lead time ahead: logarithms of observed over predicted rates.
 
-    Each sample adds a prediction; when its time has come, the observed rate is compared. A level load rarely jumps, a
-    rising one mostly continues, so cases are weighted by the similarity of their trends.
+    Each sample adds a prediction; when its time has come, the observed rate is compared.
     """
 
     open: tuple[Case, ...] = ()
     cases: tuple[Case, ...] = ()
 
-    def with_prediction(self, at: float, rate: float, trend: float = 0.0) -> Growth:
+    def with_prediction(self, at: float, rate: float) -> Growth:
         """Return the growth with a prediction for a later time."""
-        return replace(self, open=(*self.open, Case(at, rate, trend))) if rate > 0 else self
+        return replace(self, open=(*self.open, Case(at, rate))) if rate > 0 else self
 
     def with_errors(self, demand: Demand, now: float) -> Growth:
         """Return the growth with due predictions compared with the rate in the OBSERVED_SECONDS around their time."""
@@ -242,23 +207,17 @@ class Growth:
         kept = tuple(case for case in cases if case.at > now - LEARN_SECONDS)
         return Growth(tuple(case for case in self.open if case.at + OBSERVED_SECONDS / 2 > now), kept)
 
-    def quantile(self, share: float, *, prior_sd: float, trend: float = 0.0) -> float:
-        """Return the factor that the observed rate exceeded in 1 − `share` of the cases with such a trend.
+    def quantile(self, share: float, *, prior_sd: float) -> float:
+        """Return the factor that the observed rate exceeded in 1 − `share` of the cases.
 
         Until enough is learned, a lognormal prior of spread `prior_sd` counts as LEAST_ERRORS cases.
         """
-        prior = _normal_quantile(share) * prior_sd
-        weighed = sorted((case.error, math.exp(-0.5 * ((case.trend - trend) / ALIKE) ** 2)) for case in self.cases)
-        total = math.fsum(weight for _, weight in weighed)
-        if total <= 0:
+        prior, count = _normal_quantile(share) * prior_sd, len(self.cases)
+        if not count:
             return math.exp(prior)
-        left, own = share * total, weighed[-1][0]
-        for error, weight in weighed:
-            left -= weight
-            if left < 0:
-                own = error
-                break
-        known = min(1.0, total / LEAST_ERRORS)
+        errors = sorted(case.error for case in self.cases)
+        own = errors[min(count - 1, int(share * count))]
+        known = min(1.0, count / LEAST_ERRORS)
         return math.exp(known * own + (1 - known) * prior)
 
 

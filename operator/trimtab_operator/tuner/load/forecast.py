@@ -55,11 +55,9 @@ class Forecast:
         """Return the predicted rate at `at` for the present level."""
         return level * self.season.change(now, at)
 
-    def interval(self, confident: float, *, prior_sd: float, trend: float) -> tuple[float, float]:
+    def interval(self, confident: float, *, prior_sd: float) -> tuple[float, float]:
         """Return the factors that bound observed over predicted rates with confidence `confident` on each side."""
-        low, high = (
-            self.errors.quantile(share, prior_sd=prior_sd, trend=trend) for share in (1 - confident, confident)
-        )
+        low, high = (self.errors.quantile(share, prior_sd=prior_sd) for share in (1 - confident, confident))
         return min(1.0, low), max(1.0, high)
 
     def with_observation(
@@ -71,7 +69,7 @@ class Forecast:
         after = replace(self, season=season, errors=errors)
         if level is not None and season.is_known:
             rate = after.rate(level, now, now + horizon)
-            after = replace(after, errors=errors.with_prediction(now + horizon, rate, demand.trend()))
+            after = replace(after, errors=errors.with_prediction(now + horizon, rate))
         return after._judged(naive, now)
 
     def _judged(self, naive: Growth, now: float) -> Forecast:

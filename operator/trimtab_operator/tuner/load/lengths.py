@@ -26,6 +26,7 @@ RECENTS_SECONDS = (120.0, 60.0, 30.0)  # cohorts that are compared with earlier 
 COMPARED_PAIRS = 1500  # of the earlier requests
 LEAST_RECENT = 60  # requests in a cohort
 LEAST_PAIRS = 30  # to predict anything from
+LEAST_FINISHED = 5  # of them, after a start
 LEAST_OF_EPOCH = 800  # pairs to predict with; otherwise younger cohorts count too
 LEAST_SINCE_SHIFT = 300  # fewer pairs are filled up with older ones
 SHIFT = 0.15  # relative change of a mean that counts as a shift
@@ -101,8 +102,10 @@ class Lengths:
 
     @property
     def is_known(self) -> bool:
-        """True if there are enough pairs to predict from."""
-        return len(self.pairs) >= LEAST_PAIRS
+        """True if there are enough requests to predict from. The prompts of unfinished ones are known, and a few
+        finished ones show how long outputs may become.
+        """
+        return len(self.pairs) >= LEAST_FINISHED and len(self.pairs) + len(self.unfinished) >= LEAST_PAIRS
 
     @property
     def num_of_epoch(self) -> int:

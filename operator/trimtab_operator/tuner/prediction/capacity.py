@@ -1,10 +1,11 @@
-"""Capacity of candidates, and predictions under a given load; results are cached while their inputs hold.
+"""Predictions for candidates under a given load, and their capacity; results are cached while their inputs hold.
 
-A capacity is the highest rate at which the objectives are predicted to be attained by the wanted share of requests.
-That of many replicas is extrapolated from a few: beyond FEW replicas, more of them smooth the load no further.
+Replica counts are decided by one question: from the requests in flight on, at this rate, with this many replicas, are
+the objectives attained once a new replica could serve (`attains_after`)? Token budgets are compared by their capacity,
+the highest rate at which the wanted share of requests attains the objectives in equilibrium. That of many replicas is
+extrapolated from a few: beyond FEW replicas, more of them smooth the load no further.
 
-A search continues over steps, because one step with all predictions would take seconds. Until it ends, the best known
-capacity is returned; rules that need an exact one wait.
+A search for a capacity continues over steps, because one step with all predictions would take seconds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trimtab_operator.tuner.prediction.prediction import (
     Load,
     Prediction,
     attains,
+    attains_after,
     predict,
     predict_clients,
     requests_for,
@@ -34,10 +36,10 @@ KNOWN_STRIDE = 1 + TOLERANCE  # from the previous capacity: if it is unchanged, 
 WORK_PER_STEP = 9000  # requests that a step simulates in searches, plus one prediction: about 150 ms
 WORK_AFTER_SHIFT = 12_000  # in the step that detects another mix of requests
 WORK_AT_FIRST = 15_000  # in the first step
-ATTAINED_STEPS = 2  # further steps for which predicted attainment is reused
-ATTAINED_MARGIN = 1.05  # factor of tokens and arrivals within which it is reused
+AHEAD_REQUESTS = 1500  # drawn for the question whether a candidate attains the objectives from here
+ANSWER_STEPS = 4  # steps for which an answer is reused, because a simulation takes some tens of milliseconds
+ANSWER_MARGIN = 1.05  # factor of the tokens in flight within which an answer is reused
 RATE_STEP = 0.02  # rates within this share of each other are predicted once
-BELIEF_PAIRS = 300  # weight of the earlier belief, in pairs
 TYPICAL_BATCH = 32
 LEAST_RATE = 1e-4  # requests a second and replica below which the capacity is 0
 
@@ -96,17 +98,22 @@ class Bracket:
 
 
 @dataclass(frozen=True, slots=True)
-class AttainmentCache:
-    """A prediction that the objectives are attained with the requests in flight, and how long it is valid."""
+class Answer:
+    """Whether a candidate attains the objectives at a rate, from requests in flight with this many tokens on."""
 
+    candidate: Candidate
+    rate_step: int
     tokens: int
-    """Tokens in the KV caches and in the queue."""
-    rate: float
+    is_attained: bool
+    share: float
+    """Predicted attainment."""
     steps: int
 
-    def covers(self, tokens: int, rate: float) -> bool:
-        """Return True if there are not more tokens and arrivals than predicted for."""
-        return tokens <= ATTAINED_MARGIN * self.tokens and rate <= ATTAINED_MARGIN * self.rate
+    def decides(self, tokens: int, rate_step: int) -> bool:
+        """Return True if it also holds for this load: not harder if attained, not easier otherwise."""
+        if self.is_attained:
+            return rate_step <= self.rate_step and tokens <= ANSWER_MARGIN * self.tokens
+        return rate_step >= self.rate_step and tokens * ANSWER_MARGIN >= self.tokens
 
 
 @dataclass(slots=True)
@@ -126,8 +133,6 @@ class Predictor:
     """Share of the cached prompt tokens that several running requests hold."""
     guesses: Mapping[Candidate, float] = field(default_factory=dict)
     """Capacities of the previous predictor: where searches start."""
-    before: Mapping[Candidate, float] = field(default_factory=dict)
-    """Capacities believed before, scaled by the mean work of a request."""
     stride: float = KNOWN_STRIDE
     """First factor outwards from a guess."""
     find: ReadInFlight = tuple
@@ -140,8 +145,8 @@ class Predictor:
     work_left: int = WORK_AT_FIRST
     """Requests that this step may still simulate in searches."""
     _loads: dict[int, Load] = field(default_factory=dict)
+    _answers: list[Answer] = field(default_factory=list)
     _predictions: dict[tuple[Candidate, int], Prediction] = field(default_factory=dict)
-    _kept: dict[Candidate, AttainmentCache] = field(default_factory=dict)
     _brackets: dict[Candidate, Bracket] = field(default_factory=dict)
     _found: Sequence[InFlightRequest] | None = None
     _work: tuple[float, float] | None = None
@@ -161,26 +166,50 @@ class Predictor:
             self.runs += 1
         return self._predictions[key]
 
-    def meets_objectives(self, candidate: Candidate, rate: float) -> bool:
-        """Return True if the wanted share of requests is predicted to attain the objectives with the requests in
-        flight. A positive result is reused for some steps while there is no more load, because nearly full caches would
-        otherwise be simulated at every step.
+    def attains_after(self, candidate: Candidate, rate: float, seconds: float, level: float) -> Answer:
+        """Return whether `level` of the requests attain the objectives that arrive in the second half of the next
+        `seconds`, at this total rate and from the requests in flight on. An answer is reused for some steps while load
+        and requests in flight are about the same.
         """
         tokens = sum(one.prompt + one.num_generated for one in self._all_found())
-        known = self._kept.get(candidate)
-        if known is not None and known.covers(tokens, rate):
-            return True
-        is_kept = self.at(candidate, rate).attainment >= self.level
-        if is_kept:
-            self._kept[candidate] = AttainmentCache(tokens, rate, ATTAINED_STEPS)
-        return is_kept
+        step = self._rate_step(rate)
+        for known in reversed(self._answers):
+            if known.candidate == candidate and known.decides(tokens, step):
+                return known
+        few = self._few(candidate)
+        own = self._rate_of_step(step) * few.replicas / candidate.replicas
+        found = self.found_by(few, candidate)
+        if self.is_closed_loop and found:
+            share = predict_clients(few, self.cost, self._load(own), own, self.objectives, found).attainment
+            is_attained = share >= level
+        else:
+            is_attained, share = attains_after(
+                few, self.cost, self._ahead_load(), own, self.objectives, level, found, seconds=seconds
+            )
+        self.runs += 1
+        answer = Answer(candidate, step, tokens, is_attained, share, ANSWER_STEPS)
+        self._answers.append(answer)
+        return answer
+
+    def _rate_step(self, rate: float) -> int:
+        return round(math.log(max(rate, LEAST_RATE)) / math.log1p(RATE_STEP))
+
+    def _rate_of_step(self, step: int) -> float:
+        return math.exp(step * math.log1p(RATE_STEP))
+
+    def _ahead_load(self) -> Load:
+        if AHEAD_REQUESTS not in self._loads:
+            self._loads[AHEAD_REQUESTS] = Load.drawn(
+                self.pairs, variation=self.variation, count=AHEAD_REQUESTS, sharing=self.sharing
+            )
+        return self._loads[AHEAD_REQUESTS]
 
     def begin_step(self, find: ReadInFlight = tuple, *, is_closed_loop: bool = False) -> None:
         """Allow more search work, and read the requests in flight again."""
         self.work_left = WORK_PER_STEP
         self.find, self._found, self.is_closed_loop = find, None, is_closed_loop
         self._predictions.clear()
-        self._kept = {one: replace(kept, steps=kept.steps - 1) for one, kept in self._kept.items() if kept.steps > 0}
+        self._answers = [replace(one, steps=one.steps - 1) for one in self._answers if one.steps > 0]
 
     def found_by(self, few: Candidate, candidate: Candidate) -> list[InFlightRequest]:
         """Return the requests in flight of as many replicas as are simulated, each with its real share."""
@@ -198,49 +227,13 @@ class Predictor:
         """Best known capacities; those not searched again keep their guess."""
         return {**self.guesses, **{one: bracket.best(self._guess(one)) for one, bracket in self._brackets.items()}}
 
-    def capacity(self, candidate: Candidate) -> float:
-        """Return the total rate that it holds, as far as known.
-
-        Searched for one replica and for FEW; between them the capacity per replica grows as 1 - 1/n.
-        """
-        return self._between(candidate, self._searched)
-
-    def believed_capacity(self, candidate: Candidate) -> float:
-        """Return the capacity, combined with the earlier belief if few lengths are known: of 300 requests three decide
-        the 99th percentile.
-        """
-
-        def both(one: Candidate) -> float:
-            return self._blend_with_prior(one, self._searched(one))
-
-        return self._between(candidate, both)
-
-    def beliefs(self) -> Mapping[Candidate, float]:
-        """Return the belief about each requested capacity."""
-        return {one: self._blend_with_prior(one, rate) for one, rate in self.capacities.items()}
-
-    def _blend_with_prior(self, candidate: Candidate, rate: float) -> float:
-        before, count = self.before.get(candidate, 0.0), len(self.pairs)
-        if before <= 0 or rate <= 0:
-            return rate
-        own = count / (count + BELIEF_PAIRS)
-        return math.exp(own * math.log(rate) + (1 - own) * math.log(before))
-
-    def _between(self, candidate: Candidate, capacity: Callable[[Candidate], float]) -> float:
-        count = candidate.replicas
-        most = capacity(replace(candidate, replicas=FEW)) / FEW if count > 1 else 0.0
-        if count >= FEW:
-            return most * count
-        single = capacity(replace(candidate, replicas=1))
-        return count * (single + (most - single) * (1 - 1 / count) / (1 - 1 / FEW))
-
     def searched_capacity(self, candidate: Candidate) -> float | None:
-        """Return the capacity; None while it is being searched."""
-        capacity, count = self.capacity(candidate), candidate.replicas
-        searched = {FEW} if count >= FEW else {1} if count == 1 else {1, FEW}
-        if all(self._bracket(replace(candidate, replicas=n)).is_narrow for n in searched):
-            return capacity
-        return None
+        """Return the total rate that it holds in equilibrium; None while it is being searched. More than FEW replicas
+        hold as much each.
+        """
+        few = self._few(candidate)
+        capacity = self._searched(few) * candidate.replicas / few.replicas
+        return capacity if self._bracket(few).is_narrow else None
 
     def known_capacity(self, candidate: Candidate) -> float:
         """Return the best known capacity without searching, to order candidates."""

@@ -25,6 +25,9 @@ SOON_SECONDS = 300.0  # that a prediction with requests in flight covers: the du
 LEAST_SOON = 100  # requests of one
 MOST_REPEATS = 6  # with other samples, because few requests differ by chance
 ROUNDS = 3  # minimum requests per closed-loop client
+MOST_BUSY = 0.9  # share of the time in which steps compute, for the number in equilibrium
+MOST_FULL = 0.95  # of the KV cache, likewise
+CLEARLY = 2.0  # standard errors of an attainment beyond which no more requests are simulated
 CHECK_EVERY = 32  # requests after which a failing load may end the simulation
 ROUNDING = 1e-9
 MODEL_ERROR = 0.05  # median relative error of a predicted latency compared with replays
@@ -159,13 +162,52 @@ def predict(
     )
 
 
+def attains_after(
+    candidate: Candidate,
+    cost: StepCost,
+    load: Load,
+    rate: float,
+    objectives: Objectives,
+    level: float,
+    found: Values[InFlightRequest],
+    *,
+    seconds: float,
+) -> tuple[bool, float]:
+    """Return whether `level` of the requests attain the objectives that arrive in the second half of the next
+    `seconds`, from the requests in flight on; and the share of those that were simulated. Parts of the load are
+    simulated one after another until chance cannot change the answer.
+    """
+    count = min(len(load.pairs), max(LEAST_SOON, round(rate * seconds)))
+    judged = missed = 0
+    share = 1.0
+    for start in range(0, len(load.pairs) - count + 1, count):
+        fleet = _Fleet(candidate, cost, load, objectives)
+        fleet.place(found)
+        indices = range(start, start + count)
+        times = _arrivals(load, indices, rate)
+        sequences = [fleet.send(load.pairs[index], at) for index, at in zip(indices, times, strict=True)]
+        now = sequences[-1].arrival
+        fleet.run_until(now)
+        tokens = {one: done for engine in fleet.engines for one, done in engine.unfinished()}
+        verdicts = [_is_met_by(one, objectives, tokens.get(one, 0), now) for one in sequences[count // 2 :]]
+        judged += sum(verdict is not None for verdict in verdicts)
+        missed += sum(verdict is False for verdict in verdicts)
+        if not judged:
+            continue
+        share = 1 - missed / judged
+        if abs(share - level) > CLEARLY * math.sqrt(max(share * (1 - share), level * (1 - level)) / judged):
+            break
+    return share >= level - ROUNDING, share
+
+
 def attains(
     candidate: Candidate, cost: StepCost, load: Load, rate: float, objectives: Objectives, level: float
 ) -> tuple[bool, int]:
-    """Return whether predict() would find that `level` of the requests attain the objectives, and the number of
-    simulated requests. It stops as soon as too many violate them.
+    """Return whether `level` of the requests attain the objectives in equilibrium, and the number of simulated
+    requests. It stops as soon as too many violate them.
     """
     fleet = _Fleet(candidate, cost, load, objectives)
+    fleet.place(equilibrium(candidate, cost, load, rate))
     count = len(load.pairs)
     first = _warm_up(count)
     undecided = _Undecided(objectives)
@@ -181,6 +223,33 @@ def attains(
     fleet.drain()
     undecided.decide(math.inf)
     return (count - first - undecided.missed) / (count - first) >= level, count
+
+
+def equilibrium(candidate: Candidate, cost: StepCost, load: Load, rate: float) -> list[InFlightRequest]:
+    """Return requests in flight as in equilibrium at this rate. From empty replicas, long answers would take longer
+    than a simulation to fill the KV caches.
+
+    Their number is that of Little's law. A request is found in proportion to its output length, at any point of it.
+    """
+    pairs, own_rate = load.pairs, rate / candidate.replicas
+    outputs = sum(pair.output for pair in pairs)
+    context = sum((pair.prompt + pair.output / 2) * pair.output for pair in pairs) / outputs
+    computed = sum(pair.prompt - pair.cached for pair in pairs) / len(pairs)
+    decode = cost.per_token + cost.per_sequence + (cost.per_context + cost.per_attended) * context
+    busy = own_rate * (cost.per_token * computed + decode * outputs / len(pairs))
+    gap = cost.per_step / (1 - min(busy, MOST_BUSY))
+    fit = min(candidate.max_num_seqs, MOST_FULL * candidate.kv_blocks * candidate.block_size / context)
+    count = round(min(own_rate * gap * outputs / len(pairs), fit) * candidate.replicas)
+    draws, found, index, before = Draws(SEED), [], 0, 0
+    for place in range(count):
+        token = int((place + 0.5) * outputs / count)
+        while before + pairs[index].output <= token:
+            before += pairs[index].output
+            index += 1
+        pair = pairs[index]
+        progress = max(1, token - before)
+        found.append(InFlightRequest(progress * gap, pair.prompt, pair.output, progress, pair.cached))
+    return draws.shuffled(found)
 
 
 def predict_clients(
@@ -385,6 +454,22 @@ def _is_late(sequence: Sequence, objectives: Objectives, now: float) -> bool:
         return False
     ttft = sequence.ttft
     return (now - sequence.arrival if ttft is None else ttft) > objectives.ttft.limit(sequence.num_prompt)
+
+
+def _is_met_by(sequence: Sequence, objectives: Objectives, num_tokens: int, now: float) -> bool | None:
+    """Return whether a request attains every objective as far as known at `now`, with this many output tokens; None if
+    it waits for its first token and is not late yet.
+    """
+    if sequence.finished_at is not None:
+        return _is_met(sequence, objectives)
+    if _is_late(sequence, objectives, now):
+        return False
+    if sequence.first_token_at is None:
+        return None
+    itl = objectives.itl
+    if itl is None or itl.kind is ItlKind.TOKENS or num_tokens < 2:
+        return True
+    return (now - sequence.first_token_at) / (num_tokens - 1) <= itl.seconds + ROUNDING
 
 
 def _is_met(sequence: Sequence, objectives: Objectives) -> bool:

@@ -45,9 +45,7 @@ def choose_token_budget(s: Situation) -> Move | None:
         return None
     predictor, current = s.predictor, int(found.current)
     present = predictor.searched_capacity(_with_budget(s, current))
-    if present is None or (
-        s.settings.scaling is not None and predictor.searched_capacity(_with_two_replicas(s)) is None
-    ):
+    if present is None:
         return None  # unknown capacities are not compared, and the replica rule needs them first
     others = [
         b for b in rungs(found) if b != current and not _is_reversal(s, b > current, within=REVERSAL_COOLDOWN_SECONDS)

@@ -7,46 +7,57 @@ a prediction that fewer hold the load. While a replica cannot be scheduled, no m
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from trimtab_operator.tuner.learning import estimate_cold_start, estimate_drain
 from trimtab_operator.tuner.load import Forecast
-from trimtab_operator.tuner.moves import Expectation, Measure, Move, Reason, ReplicaCount
+from trimtab_operator.tuner.moves import Expectation, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation, ReplicaObservation
-from trimtab_operator.tuner.prediction.capacity import TOLERANCE
-from trimtab_operator.tuner.rules.pressure import FULL, peak_usage
+from trimtab_operator.tuner.prediction.capacity import Answer
+from trimtab_operator.tuner.rules.gain import attainment
 from trimtab_operator.tuner.samples import Phase
 from trimtab_operator.tuner.scaling.control_law import (
     LEVEL_SECONDS,
     MAX_SAMPLE_GAP_SECONDS,
-    Need,
     ScalingState,
-    awaited_initial_replicas,
-    compute_need,
     confidence,
     decide_count,
-    initial_load,
+    find_fewest,
+    lead_seconds,
     rate_to_provision,
-    replicas_for_queue,
+    usual_hold,
 )
 from trimtab_operator.tuner.scaling.forecast_load import ForecastLoad, forecast_load
 from trimtab_operator.tuner.settings import Scaling, Settings
 from trimtab_operator.tuner.situation import Situation
 from trimtab_operator.tuner.state import TunerState
 
-UNSURE = 0.1  # of a capacity
-MOST_UNSURE = 0.5  # of a capacity: maximum deduction for few known lengths
+LEAST_HELP = 0.005  # of the requests: more replicas that help less do not help
+MARGIN = 3.0  # factor of the allowed violations at the load that is provisioned for: it is an upper bound itself
 UNPLACED_SECONDS = 30.0  # by then the scheduler has tried a pod several times
 LOST_COLD_STARTS = 4.0  # factor of the usual start-up time after which a starting replica is not waited for
 LEAST_LOST_SECONDS = 600.0
 GAP_SAMPLES = 3.0  # missing samples in a row that are a gap
 
-Capacity = Callable[[int], float]
-"""Requests a second that this many replicas hold."""
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Needed replicas and their evidence."""
+
+    replicas: int
+    rate: float
+    provisioned_rate: float
+    """Requests a second that are provisioned for."""
+    growth: float
+    """Growth factor within a lead time."""
+    attained_now: float | None = None
+    """Predicted attainment at that rate with the present replicas; None without a prediction."""
+    attained_then: float | None = None
+    """The same with the needed ones."""
+    later: int | None = None
+    """Replicas needed, by the forecast, until one that is removed now could serve again; None without a forecast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +93,10 @@ def choose_replicas(
     most = current if any(_is_unschedulable(seen) for seen in observation.starting) else scaling.max_replicas
     least = max(1, scaling.min_replicas)
     ahead = _forecast_load(state, settings, objectives, now)
-    bounds = least, most
-    found = None if situation is None else _need(state, settings, objectives, situation, current, bounds, ahead)
-    if found is None:
+    need = None if situation is None else _need(state, settings, objectives, situation, current, (least, most), ahead)
+    if need is None:
         return Chosen(current, replace(state.scaling, desired=current))
-    need, capacity = found
     start = estimate_cold_start(state, settings)
-    initial_replicas = awaited_initial_replicas(state.scaling, need.replicas, current, now=now, cold_start=start)
-    if initial_replicas is not None and capacity is not None:
-        need = _with_awaited(need, initial_replicas, capacity, least=least, most=most)
     may_lower = observation.is_complete and all(
         _is_unschedulable(seen) or _is_lost(seen, start) for seen in observation.starting
     )
@@ -99,20 +105,23 @@ def choose_replicas(
         max(least, min(most, need.replicas)),
         current,
         now=now,
-        cold_start=start,
+        hold=usual_hold(start, estimate_drain(state)),
         may_lower=may_lower,
         behavior=scaling.behavior,
-        is_burst=state.demand.has_doubled(start),
-        drain=estimate_drain(state),
+        growth=need.growth,
         holds_load=partial(_holds_requests_in_flight, situation),
-        initial_replicas=initial_replicas,
-        later=_needed_later(ahead, need, capacity, least=least, most=most),
+        later=need.later,
         max_gap_seconds=max(MAX_SAMPLE_GAP_SECONDS, GAP_SAMPLES * settings.pace.sampling_seconds),
     )
     if target == current:
         return Chosen(target, kept)
-    move = _move(current, target, need, capacity, observation)
+    move = _move(current, target, need, observation)
     return Chosen(target, kept, replace(move, evidence={**move.evidence, **_of_forecast(state.forecast, ahead)}))
+
+
+def level_at_bound(share: float) -> float:
+    """Return the attainment wanted at the load that is provisioned for."""
+    return 1.0 - MARGIN * (1.0 - share)
 
 
 def _is_unschedulable(seen: ReplicaObservation) -> bool:
@@ -133,23 +142,9 @@ def _forecast_load(state: TunerState, settings: Settings, objectives: Objectives
         settings.caution,
         confidence(settings.caution, state.attainment.error_budget_used(objectives.share)),
         now=now,
-        cold_start=estimate_cold_start(state, settings),
-        tick=settings.pace.tick_seconds,
-        drain=estimate_drain(state),
+        lead=lead_seconds(estimate_cold_start(state, settings), settings.pace.tick_seconds),
+        hold=usual_hold(estimate_cold_start(state, settings), estimate_drain(state)),
     )
-
-
-def _needed_later(
-    ahead: ForecastLoad | None, need: Need, capacity: Capacity | None, *, least: int, most: int
-) -> int | None:
-    """Return the count needed, by the forecast, until a replica removed now could serve again; None without a
-    forecast.
-    """
-    if ahead is None or capacity is None:
-        return None
-    return compute_need(
-        ahead.later, need.rate, need.growth, capacity, least=least, most=most, queue_replicas=0
-    ).replicas
 
 
 def _need(
@@ -160,74 +155,57 @@ def _need(
     current: int,
     bounds: tuple[int, int],
     ahead: ForecastLoad | None,
-) -> tuple[Need, Capacity | None] | None:
-    """Return the needed replicas within `bounds` and the capacity function; None if unknown.
+) -> Need | None:
+    """Return the needed replicas within `bounds`; None if unknown.
 
     Without a predictor only one case is known: the minimum suffices when no requests arrive.
     """
     least, most = bounds
     if s.predictor is None:
-        return (Need(least, 0.0, 0.0, 1.0), None) if _is_idle(state, s) else None
-    predictor, one = s.predictor, s.candidate
-    error_budget_used = state.attainment.error_budget_used(objectives.share)
-    start = estimate_cold_start(state, settings)
-    confident = confidence(settings.caution, error_budget_used)
-    demand, is_burst = state.demand, state.demand.has_doubled(start)
+        return Need(least, 0.0, 0.0, 1.0) if _is_idle(state, s) else None
+    lead = lead_seconds(estimate_cold_start(state, settings), settings.pace.tick_seconds)
     found = rate_to_provision(
-        demand,
+        state.demand,
         state.growth,
         settings.caution,
-        confident,
-        cold_start=start,
-        is_burst=is_burst,
+        confidence(settings.caution, state.attainment.error_budget_used(objectives.share)),
+        lead=lead,
         forecast_load=None if ahead is None else ahead.high,
     )
     if found is None:
         return None
     up, factor = found
-    ttft = None if objectives.ttft is None else objectives.ttft.seconds
-    extra = replicas_for_queue(
-        _waiting_seconds(s),
-        replicas=max(1, s.replicas),
-        ttft_seconds=ttft,
-        cold_start=start,
-    )
-    error = min(MOST_UNSURE, predictor.sampling_error)
+    predictor = s.predictor
 
-    def capacity(count: int) -> float:
-        return (1.0 - error) * predictor.believed_capacity(replace(one, replicas=count))
+    level = level_at_bound(objectives.share)
 
-    need = compute_need(up, s.rate, factor, capacity, least=least, most=most, queue_replicas=extra)
-    if need.replicas > current and extra == 0 and up <= _at_most(capacity(current), error):
-        need = replace(need, replicas=current)  # the expected load is within the error of their capacity
-    if need.replicas == most > current and capacity(most) <= 0:
-        # No count attains the objectives: more replicas help only with the queue.
-        return replace(need, replicas=min(most, current + extra)), capacity
-    if need.replicas <= current < most and is_overfull(s):
-        return replace(need, replicas=current + 1, is_overfull=True), capacity
-    return need, capacity
+    def answer(count: int, rate: float) -> Answer:
+        return predictor.attains_after(replace(s.candidate, replicas=count), rate, lead, level)
 
+    def evidence(count: int, rate: float) -> bool | None:
+        candidate = replace(s.candidate, replicas=count)
+        return state.evidence.verdict(
+            candidate, rate, work=predictor.mean_work, context=predictor.typical_context, now=s.now
+        )
 
-def _with_awaited(need: Need, initial_replicas: int, capacity: Capacity, *, least: int, most: int) -> Need:
-    """Return the need once the load arrives that the initial replicas imply, with its growth."""
-    up = initial_load(initial_replicas, capacity) * need.growth
-    then = compute_need(up, need.rate, need.growth, capacity, least=least, most=most, queue_replicas=0)
-    return replace(then, initial_replicas=initial_replicas) if then.replicas > need.replicas else need
+    def attains(count: int, rate: float) -> bool:
+        known = evidence(count, rate)
+        return answer(count, rate).is_attained if known is None else known
 
+    def fewest(rate: float) -> int:
+        return find_fewest(lambda count: attains(count, rate), least=least, most=most, start=current)
 
-def _at_most(capacity: float, error: float) -> float:
-    """Return the upper end of a capacity: without the deducted error, and within the search tolerance."""
-    return capacity * (1.0 + TOLERANCE + min(UNSURE, error)) / (1.0 - error)
-
-
-def is_overfull(s: Situation) -> bool:
-    """Return True if the KV caches are nearly full and the requests in flight are predicted to violate the objectives,
-    even with the starting replicas. Long answers show here before they change the capacity.
-    """
-    if s.predictor is None or s.rate <= 0 or peak_usage(s) < FULL:
-        return False
-    soon = replace(s.candidate, replicas=max(1, s.replicas + s.starting))
-    return not s.predictor.meets_objectives(soon, s.rate)
+    replicas = fewest(up)
+    if (
+        replicas > current
+        and evidence(current, up) is None
+        and answer(replicas, up).share - answer(current, up).share < LEAST_HELP
+    ):
+        replicas = current
+    later = None if ahead is None else fewest(ahead.later)
+    if replicas == current:
+        return Need(replicas, s.rate, up, factor, later=later)
+    return Need(replicas, s.rate, up, factor, answer(max(1, current), up).share, answer(replicas, up).share, later)
 
 
 def _holds_requests_in_flight(s: Situation | None, count: int) -> bool:
@@ -247,17 +225,6 @@ def _is_idle(state: TunerState, s: Situation) -> bool:
     return is_empty and s.rate <= 0 and state.demand.seen_seconds(LEVEL_SECONDS) >= LEVEL_SECONDS / 2
 
 
-def _waiting_seconds(s: Situation) -> float:
-    """Return queued work in replica-seconds: prompts without their cached part at the prefill rate, over trusted
-    replicas. One request per replica has just arrived and is not a queue.
-    """
-    gauges = [seen.gauges for seen in s.observation.trusted if seen.gauges is not None]
-    if sum(now.waiting for now in gauges) <= len(gauges):
-        return 0.0
-    computed = 1.0 if s.predictor is None else s.predictor.computed_share
-    return math.fsum(now.waiting_tokens or 0.0 for now in gauges) * s.cost.per_token * computed
-
-
 def _of_forecast(forecast: Forecast | None, ahead: ForecastLoad | None) -> dict[str, float]:
     """Return the evidence of the forecast: its values, or its recent error if it is not used."""
     if ahead is not None:
@@ -274,23 +241,17 @@ def _of_forecast(forecast: Forecast | None, ahead: ForecastLoad | None) -> dict[
     return {"forecast_error": round(forecast.own_error, 4), "naive_error": round(forecast.naive_error, 4)}
 
 
-def _move(current: int, target: int, need: Need, capacity: Capacity | None, observation: Observation) -> Move:
+def _move(current: int, target: int, need: Need, observation: Observation) -> Move:
     evidence = {
         "requests_per_second": round(need.rate, 4),
         "provisioned_per_second": round(need.provisioned_rate, 4),
         "growth_factor": round(need.growth, 4),
-        "replicas_for_queue": need.for_queue,
         "replicas_serving": len(observation.ready),
         "replicas_starting": len(observation.starting),
-        "is_overfull": float(need.is_overfull),
     }
-    if need.initial_replicas is not None:
-        evidence["initial_replicas"] = need.initial_replicas
     expected: tuple[Expectation, ...] = ()
-    if capacity is not None:
-        before, after = capacity(max(1, current)), capacity(max(1, target))
-        evidence["capacity_per_replica"] = round(after / max(1, target), 4)
-        expected = (Expectation(Measure.CAPACITY, before, after, (1 - UNSURE) * after, (1 + UNSURE) * after),)
+    if need.attained_now is not None and need.attained_then is not None:
+        expected = (attainment(need.attained_now, need.attained_then),)
     return Move(
         Reason.TOO_FEW_REPLICAS if target > current else Reason.TOO_MANY_REPLICAS,
         ReplicaCount(),

@@ -61,7 +61,8 @@ def _is_learning(s: Situation) -> bool:
     drain.
     """
     has_requests = s.state.lengths.pairs or s.state.lengths.unfinished
-    return s.predictor is None and bool(has_requests) and s.state.demand.seen_seconds(2 * LEARN_SECONDS) < LEARN_SECONDS
+    is_known = s.predictor is not None and s.state.clients.are_known
+    return not is_known and bool(has_requests) and s.state.demand.seen_seconds(2 * LEARN_SECONDS) < LEARN_SECONDS
 
 
 def lower_watermark(s: Situation) -> Move | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trimtab_operator.tuner.load.demand import Demand
 from trimtab_operator.tuner.load.forecast import Forecast, State
-from trimtab_operator.tuner.scaling.control_law import LEVEL_SECONDS, Caution, prior_spread, usual_hold
+from trimtab_operator.tuner.scaling.control_law import LEVEL_SECONDS, Caution, prior_spread
 
 SAMPLES_AHEAD = 8  # forecast times until a removed replica could serve again
 SAMPLES_BACK = 8  # past levels within the usual hold time: a dip against the season may end at once
@@ -35,16 +35,15 @@ def forecast_load(
     confident: float,
     *,
     now: float,
-    cold_start: float,
-    tick: float,
-    drain: float,
+    lead: float,
+    hold: float,
 ) -> ForecastLoad | None:
     """Return the forecast load; None without a requested or proven forecast."""
     level = demand.level(LEVEL_SECONDS)
     if forecast is None or forecast.state is not State.IN_USE or level is None:
         return None
-    low, high = forecast.interval(confident, prior_sd=prior_spread(caution, cold_start), trend=demand.trend())
-    first, hold = now + cold_start + tick, usual_hold(cold_start, drain)
+    low, high = forecast.interval(confident, prior_sd=prior_spread(caution, lead))
+    first = now + lead
     rate, season = forecast.rate(level, now, first), forecast.season
     times = [first + hold * step / SAMPLES_AHEAD for step in range(SAMPLES_AHEAD + 1)]
     later = max(forecast.rate(past, at, then) for at, past in _levels(demand, now, hold) for then in times)

@@ -106,49 +106,6 @@ def test_random_variation_between_minutes_is_not_growth() -> None:
     assert growth.quantile(0.95, prior_sd=0.16) < 1.12  # 10 after 9, and never 11 after 9
 
 
-def test_growth_quantile_is_lower_for_level_load_than_rising_load() -> None:
-    demand, growth = Demand(), Growth()
-    for index in range(400):
-        now = 15.0 * (index + 1)
-        part = index % 80
-        rate = 10.0 if part < 50 else 10.0 * math.exp(0.08 * min(part - 50, 12))  # level, then rising
-        demand = demand.with_point(Point(now, 15.0, rate * 15))
-        growth = growth.with_errors(demand, now)
-        growth = growth.with_prediction(now + 135.0, demand.rate(60.0) or 0.0, demand.trend())
-    level, rising = growth.quantile(0.75, prior_sd=0.16), growth.quantile(0.75, prior_sd=0.16, trend=0.3)
-    assert rising > 1.2 * growth.quantile(0.75, prior_sd=0.16, trend=0.0)
-    assert level == growth.quantile(0.75, prior_sd=0.16, trend=0.0)
-
-
-@pytest.mark.parametrize(
-    ("rates", "has_doubled"),
-    [
-        ([10.0] * 20, False),
-        ([10.0] * 20 + [30.0] * 4, True),  # within a minute
-        ([10.0] * 20 + [30.0] * 30, False),  # long ago
-        ([10.0 + 0.25 * index for index in range(60)], False),  # it has doubled gradually
-        ([0.0] * 12 + [10.0] * 4, True),
-        ([0.05] * 20 + [0.2] * 2, False),  # three more requests may be chance
-        ([10.0], False),
-        ([], False),
-    ],
-)
-def test_a_load_has_doubled_when_its_minute_has_within_a_start_up(rates: list[float], has_doubled: bool) -> None:
-    demand = Demand()
-    for index, rate in enumerate(rates):
-        demand = demand.with_point(Point(15.0 * (index + 1), 15.0, 15.0 * rate))
-    assert demand.has_doubled(120.0) is has_doubled
-
-
-def test_the_trend_is_that_of_a_minute_within_limits() -> None:
-    rising = Demand()
-    for index in range(16):
-        rising = rising.with_point(Point(15.0 * (index + 1), 15.0, 150 if index < 12 else 165))
-    assert rising.trend() == pytest.approx(math.log(1.1), rel=0.03)
-    assert rising.with_point(Point(255.0, 15.0, 9000)).trend() == 0.3
-    assert Demand().trend() == 0.0
-
-
 def test_thinned_points_give_the_same_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,9 +124,7 @@ def test_thinned_points_give_the_same_results(
     for seconds in (30.0, 60.0, 600.0, 1800.0):
         assert thinned.level(seconds) == whole.level(seconds)
         assert thinned.seen_seconds(seconds) == whole.seen_seconds(seconds)
-        assert thinned.has_doubled(seconds) == whole.has_doubled(seconds)
     assert thinned.dispersion() == whole.dispersion()
-    assert thinned.trend() == whole.trend()
     assert math.fsum(point.seconds for point in thinned.points) == math.fsum(point.seconds for point in whole.points)
 
 

@@ -46,7 +46,7 @@ def run_forecast(
         level = demand.level(60.0)
         forecast = forecast.with_observation(demand, naive, level=level, now=now, horizon=HORIZON)
         if level is not None:
-            naive = naive.with_prediction(now + HORIZON, level, demand.trend())
+            naive = naive.with_prediction(now + HORIZON, level)
         states.append(forecast.state)
     return forecast, states
 
@@ -123,7 +123,7 @@ def test_forecast_rate_is_proportional_to_the_level() -> None:
 
 def test_the_interval_is_that_of_its_own_errors() -> None:
     forecast, _ = run_forecast(daily, history=daily)
-    low, high = forecast.interval(0.9, prior_sd=0.16, trend=0.0)
+    low, high = forecast.interval(0.9, prior_sd=0.16)
     assert 0.7 < low < 1.0 < high < 1.0 + 0.16 * 1.3  # narrower than the prior
-    wider = Forecast(Season.of(DAY, buckets=BUCKETS_PER_DAY)).interval(0.9, prior_sd=0.16, trend=0.0)
+    wider = Forecast(Season.of(DAY, buckets=BUCKETS_PER_DAY)).interval(0.9, prior_sd=0.16)
     assert wider == pytest.approx((math.exp(-0.16 * 1.2816), math.exp(0.16 * 1.2816)), rel=1e-3)

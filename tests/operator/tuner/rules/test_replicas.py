@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from trimtab_operator.tuner.decide import TunerOutput, decide
 from trimtab_operator.tuner.engine_model import StepCost
+from trimtab_operator.tuner.evidence import Evidence, Record
 from trimtab_operator.tuner.explanation import sentence_of
 from trimtab_operator.tuner.load import Forecast
 from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
@@ -19,11 +20,12 @@ from trimtab_operator.tuner.observation import Observation, observe
 from trimtab_operator.tuner.observation.track import FaultTimeouts, Track
 from trimtab_operator.tuner.outcomes import with_outcomes
 from trimtab_operator.tuner.prediction import Candidate, Predictor
+from trimtab_operator.tuner.prediction.capacity import Answer
 from trimtab_operator.tuner.rules import replicas as rule
-from trimtab_operator.tuner.rules.replicas import Chosen, choose_replicas
+from trimtab_operator.tuner.rules.replicas import Chosen, Need, choose_replicas
 from trimtab_operator.tuner.samples import Phase, ReplicaSnapshot
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, ScaleEvent, Unit
-from trimtab_operator.tuner.scaling.control_law import Need, ScalingState
+from trimtab_operator.tuner.scaling.control_law import ScalingState
 from trimtab_operator.tuner.settings import Mode, Scaling, Settings
 from trimtab_operator.tuner.situation import Situation
 from trimtab_operator.tuner.state import TunerState
@@ -38,12 +40,12 @@ UP_TO_EIGHT = Scaling(1, 8, AT_ONCE)
 
 @dataclass
 class FixedCapacity:
-    """Predictor with a fixed capacity per replica."""
+    """Predictor with a fixed capacity per replica; `attainment_from_here` is that of the requests in flight."""
 
     rate: float
-    sampling_error: float = 0.0
     attainment_from_here: float = 1.0
-    computed_share: float = 1.0
+    mean_work: float = 0.1
+    typical_context: float = 1000.0
 
     def at(self, candidate: Candidate, rate: float) -> FixedCapacity:
         return self
@@ -52,11 +54,9 @@ class FixedCapacity:
     def attainment(self) -> float:
         return self.attainment_from_here
 
-    def meets_objectives(self, _candidate: Candidate, _rate: float) -> bool:
-        return self.attainment_from_here >= OBJECTIVES.share
-
-    def believed_capacity(self, candidate: Candidate) -> float:
-        return self.rate * candidate.replicas
+    def attains_after(self, candidate: Candidate, rate: float, seconds: float, level: float) -> Answer:
+        share = min(1.0, self.rate * candidate.replicas / max(rate, 1e-9))
+        return Answer(candidate, 0, 0, share >= 1.0, share, 0)
 
 
 def serving(name: str, **changes: Any) -> list[ReplicaSnapshot]:
@@ -85,10 +85,10 @@ def chosen(
     scaling: Scaling = UP_TO_EIGHT,
     began_at: float | None = 0.0,
     from_here: float = 1.0,
-    error: float = 0.0,
     growth: float = 1.0,
     forecast: Forecast | None = None,
     dip_seconds: float = 0.0,
+    evidence: Evidence | None = None,
 ) -> Chosen:
     """Return the chosen count for a rate at which one replica holds `each` requests a second and `asked` replicas are
     requested; no requests arrived in the last `dip_seconds`.
@@ -96,9 +96,10 @@ def chosen(
     points = tuple(Point(NOW - 15.0 * i, 15.0, 15.0 * rate * (15.0 * i >= dip_seconds)) for i in range(20))
     state = TunerState(
         demand=Demand(points[::-1]),
-        growth=Growth(cases=tuple(Case(NOW, 1.0, 0.0, math.log(growth)) for _ in range(200))),
+        growth=Growth(cases=tuple(Case(NOW, 1.0, math.log(growth)) for _ in range(200))),
         scaling=ScalingState(requested, began_at=began_at, wanted=((NOW - 15.0, 1),)),
         forecast=forecast,
+        evidence=evidence or Evidence(),
     )
     settings = Settings(Mode.AUTO, OBJECTIVES, starts=PARAMETERS, scaling=scaling)
     window = observation.total(seconds=60.0)
@@ -115,9 +116,7 @@ def chosen(
         ledger=ledger,
         objectives=OBJECTIVES,
         cost=COST,
-        predictor=None
-        if each is None
-        else cast("Predictor", FixedCapacity(each, error, attainment_from_here=from_here)),
+        predictor=None if each is None else cast("Predictor", FixedCapacity(each, attainment_from_here=from_here)),
         rate=rate,
         replicas=len(observation.ready),
         starting=len(observation.starting),
@@ -135,43 +134,6 @@ def test_load_above_capacity_scales_out_at_once() -> None:
     assert found.move is not None
     assert (found.move.reason, found.move.before, found.move.after) == (Reason.TOO_FEW_REPLICAS, 2, 3)
     assert (found.move.evidence["replicas_serving"], found.move.evidence["replicas_starting"]) == (2, 0)
-
-
-def test_initial_replicas_imply_a_higher_load() -> None:
-    """Four replicas of five requests a second each imply a load of 17.5; with its growth within a start-up, more than
-    they hold. The present load does not matter until it was observed for long.
-    """
-    four = seen(*(serving(f"m-{index}") for index in range(4)))
-    found = chosen(four, requested=4, rate=3.0, began_at=None, growth=1.25)
-    assert (found.replicas, found.state.initial_replicas) == (5, 4)
-    assert found.move is not None
-    assert "the 4 initial replicas imply a higher load, 21.9 requests/s must be served" in sentence_of(
-        found.move, Mode.AUTO
-    )
-    assert (
-        chosen(TWO, requested=2, rate=3.0, began_at=None, growth=1.25).replicas == 2
-    )  # 9.4 requests a second, and they hold ten
-    assert (
-        chosen(four, requested=4, rate=17.0, began_at=None, growth=1.0).state.initial_replicas is None
-    )  # the load has arrived
-    assert chosen(four, requested=4, rate=3.0, began_at=0.0, growth=1.25).replicas == 1
-
-
-def test_load_within_capacity_error_keeps_the_count() -> None:
-    """Two replicas hold ten requests a second within a tenth, and within the 3 % at which a search ends."""
-    assert [chosen(TWO, requested=2, rate=rate, error=0.1).replicas for rate in (9.5, 11.2, 11.4)] == [2, 2, 3]
-    assert [chosen(TWO, requested=2, rate=rate, error=0.1).replicas for rate in (4.4, 4.7)] == [1, 2]
-    assert [chosen(TWO, requested=2, rate=rate).replicas for rate in (10.2, 11.2)] == [2, 3]
-
-
-def test_overfull_caches_add_one_replica() -> None:
-    full = seen(serving("m-0", kv_usage=0.9), serving("m-1", kv_usage=0.9))
-    found = chosen(full, requested=2, rate=6.0, from_here=0.8)
-    assert found.replicas == 3
-    assert found.move is not None
-    assert "nearly full" in sentence_of(found.move, Mode.AUTO)
-    assert chosen(full, requested=2, rate=6.0, from_here=0.99).replicas == 2
-    assert chosen(TWO, requested=2, rate=6.0, from_here=0.8).replicas == 2
 
 
 def test_starting_replicas_are_counted() -> None:
@@ -214,15 +176,6 @@ def test_lost_replica_does_not_block_scale_in() -> None:
     assert chosen(seen(serving("m-0"), serving("m-1"), lost), requested=3, rate=7.0).replicas == 2
 
 
-def test_single_waiting_request_per_replica_is_not_a_queue() -> None:
-    def waiting(count: float) -> Observation:
-        gauges = {"waiting": count, "waiting_tokens": 100_000.0 * count}
-        return seen(serving("m-0", **gauges), serving("m-1", **gauges))
-
-    assert chosen(waiting(1.0), requested=2, rate=8.0).replicas == 2
-    assert chosen(waiting(2.0), requested=2, rate=8.0).replicas > 2
-
-
 def test_no_load_scales_to_minimum_but_not_zero() -> None:
     idle = seen(serving("m-0", running=0.0), serving("m-1", running=0.0))
     assert chosen(idle, requested=2, rate=0.0).replicas == 1
@@ -244,6 +197,24 @@ def test_unattainable_objectives_do_not_scale_out() -> None:
     assert chosen(TWO, requested=2, rate=14.0, each=0.0).replicas == 2
 
 
+def held(replicas: int, rate: float, *, is_attained: bool = True, at: float = NOW - 60.0) -> Evidence:
+    """Return evidence about a load that this many replicas served."""
+    return Evidence((Record(at, Candidate(replicas, 256, 2048, 10_000, 16, 0.0), rate, 0.1, 1000.0, is_attained),))
+
+
+def test_attained_load_is_not_predicted_to_fail() -> None:
+    assert chosen(TWO, requested=2, rate=14.0).replicas == 3
+    assert chosen(TWO, requested=2, rate=14.0, evidence=held(2, 15.0)).replicas == 2
+    assert chosen(TWO, requested=2, rate=14.0, evidence=held(2, 13.0)).replicas == 3
+    assert chosen(TWO, requested=2, rate=14.0, evidence=held(2, 15.0, at=NOW - 7 * 3600.0)).replicas == 3
+
+
+def test_load_that_failed_is_not_predicted_to_be_held() -> None:
+    assert chosen(TWO, requested=2, rate=9.0).replicas == 2
+    assert chosen(TWO, requested=2, rate=9.0, evidence=held(2, 8.0, is_attained=False)).replicas == 3
+    assert chosen(TWO, requested=2, rate=4.0, evidence=held(1, 3.0, is_attained=False)).replicas == 2
+
+
 def test_scaling_behavior_limits_the_count() -> None:
     slow = Behavior(up=Rules(policies=(Policy(Unit.PODS, 2, 60.0),)))
     assert chosen(TWO, requested=2, rate=99.0, scaling=Scaling(1, 8, slow)).replicas == 4
@@ -254,7 +225,7 @@ def test_scaling_behavior_limits_the_count() -> None:
 
 def fix_need(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Make every observation need this many replicas."""
-    monkeypatch.setattr(rule, "_need", lambda *_: (Need(count, 3.0, 3.0, 1.0), lambda n: 2.0 * n))
+    monkeypatch.setattr(rule, "_need", lambda *_: Need(count, 3.0, 3.0, 1.0, 0.8, 0.99))
 
 
 def run_ticks(state: TunerState, settings: Settings, ticks: int = 3) -> list[TunerOutput]:
@@ -347,7 +318,7 @@ def make_forecast(*parts: tuple[float, int], since: float | None = 1.0) -> Forec
     is smoothed over an hour.
     """
     rates = tuple(rate for rate, count in parts for _ in range(count))
-    exact = Growth(cases=tuple(Case(NOW, 1.0, 0.0, 0.0) for _ in range(200)))
+    exact = Growth(cases=tuple(Case(NOW, 1.0, 0.0) for _ in range(200)))
     return Forecast(Season(DAY_SECONDS, rates, (3,) * 96), exact, since, 0.05, 0.09)
 
 
@@ -358,7 +329,7 @@ def test_forecast_scales_out_before_the_load_arrives() -> None:
     assert found.move is not None
     sentence = sentence_of(found.move, Mode.AUTO)
     assert "the forecast is" in sentence
-    assert "at 02:48 UTC, based on the previous 3 days" in sentence
+    assert "at 02:49 UTC, based on the previous 3 days" in sentence
     assert chosen(TWO, requested=2, rate=9.9).replicas == 2
 
 

@@ -1,6 +1,4 @@
-"""Control law: provisioning for the expected load, immediate scale-out, delayed scale-in, and longer hold times after a
-regret.
-"""
+"""Control law: provisioning for the expected load, immediate scale-out, and delayed scale-in."""
 
 import itertools
 import math
@@ -10,26 +8,25 @@ import pytest
 from trimtab_operator.tuner.load.demand import Case, Demand, Growth, Point
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, Rules, Unit
 from trimtab_operator.tuner.scaling.control_law import (
-    BURST_HOLD_COLD_STARTS,
-    BURST_SECONDS,
+    BURST_GROWTH,
+    BURST_HOLD_SECONDS,
     FORECAST_HOLD_SECONDS,
-    HOLD_COLD_STARTS,
-    LEARN_COLD_STARTS,
+    LEARN_SECONDS,
     LEVEL_SECONDS,
-    LULL_HOLDS,
     REVERSAL_COOLDOWN_SECONDS,
     Caution,
     ScalingState,
-    awaited_initial_replicas,
-    compute_need,
     confidence,
     decide_count,
-    initial_load,
+    find_fewest,
+    lead_seconds,
     rate_to_provision,
-    replicas_for_queue,
+    usual_hold,
 )
 
 COLD = 120.0
+LEAD = lead_seconds(COLD, 15.0)
+HOLD = usual_hold(COLD, 0.0)
 
 
 def loaded(*rates: float) -> Demand:
@@ -40,19 +37,17 @@ def loaded(*rates: float) -> Demand:
 
 
 def grown(factor: float) -> Growth:
-    return Growth(cases=tuple(Case(float(i), 1.0, 0.0, math.log(factor)) for i in range(200)))
+    return Growth(cases=tuple(Case(float(i), 1.0, math.log(factor)) for i in range(200)))
 
 
 def test_observed_growth_is_provisioned() -> None:
-    found = rate_to_provision(
-        loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution(), 0.9, cold_start=COLD
-    )
+    found = rate_to_provision(loaded(*[10.0] * 20, *[20.0] * 8, *[10.0] * 20), grown(1.5), Caution(), 0.9, lead=LEAD)
     assert found is not None
     assert found[0] == pytest.approx(15.0)
 
 
 def test_provisioned_rate_is_capped_above_highest_rate() -> None:
-    found = rate_to_provision(loaded(*[10.0] * 20), grown(4.0), Caution(), 0.9, cold_start=COLD)
+    found = rate_to_provision(loaded(*[10.0] * 20), grown(4.0), Caution(), 0.9, lead=LEAD)
     assert found is not None
     assert found[0] == pytest.approx(12.5)
 
@@ -66,25 +61,23 @@ def test_provisioned_rate_is_capped_above_highest_rate() -> None:
     ],
 )
 def test_forecast_replaces_growth(forecast_load: float, provided: float) -> None:
-    found = rate_to_provision(
-        loaded(*[10.0] * 20), grown(1.2), Caution(), 0.9, cold_start=COLD, forecast_load=forecast_load
-    )
+    found = rate_to_provision(loaded(*[10.0] * 20), grown(1.2), Caution(), 0.9, lead=LEAD, forecast_load=forecast_load)
     assert found is not None
     assert found[0] == pytest.approx(provided)
 
 
 def test_jump_counts_in_addition_to_forecast() -> None:
     jump = loaded(*[10.0] * 20, 40.0, 40.0)
-    found = rate_to_provision(jump, grown(1.0), Caution(), 0.9, cold_start=COLD, forecast_load=10.0)
+    found = rate_to_provision(jump, grown(1.0), Caution(), 0.9, lead=LEAD, forecast_load=10.0)
     assert found is not None
     assert found[0] > 25
 
 
 @pytest.mark.parametrize("times", [0.25, 4.0])
-def test_prior_growth_scales_with_root_of_start_up_time(times: float) -> None:
+def test_prior_growth_scales_with_root_of_lead_time(times: float) -> None:
     """The spread of a random walk grows with the square root of time."""
-    found = rate_to_provision(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, cold_start=COLD)
-    other = rate_to_provision(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, cold_start=times * COLD)
+    found = rate_to_provision(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, lead=LEAD)
+    other = rate_to_provision(loaded(*[10.0] * 20), Growth(), Caution(), 0.9, lead=times * LEAD)
     assert found is not None
     assert other is not None
     assert math.log(other[1]) == pytest.approx(math.sqrt(times) * math.log(found[1]))
@@ -96,24 +89,9 @@ def test_exhausted_error_budget_raises_confidence() -> None:
 
 
 def test_a_jump_counts_at_once() -> None:
-    found = rate_to_provision(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9, cold_start=COLD)
+    found = rate_to_provision(loaded(*[10.0] * 20, 40.0, 40.0), grown(1.0), Caution(), 0.9, lead=LEAD)
     assert found is not None
     assert found[0] > 25
-
-
-def test_burst_is_provisioned_at_its_height_with_growth() -> None:
-    """Half a minute of burst is half of a minute's rate; the ready replicas must hold 45 requests a second."""
-    burst = loaded(*[2.0] * 20, *[36.0] * 2)
-    slow = rate_to_provision(burst, Growth(), Caution(), 0.9, cold_start=COLD)
-    found = rate_to_provision(burst, Growth(), Caution(), 0.9, cold_start=COLD, is_burst=True)
-    assert slow is not None
-    assert found is not None
-    assert slow[0] < 36.0
-    assert found[0] == pytest.approx(36.0 * found[1])
-    jumps = Growth(cases=tuple(Case(float(i), 1.0, burst.trend(), math.log(20.0)) for i in range(200)))
-    wild = rate_to_provision(burst, jumps, Caution(), 0.9, cold_start=COLD, is_burst=True)
-    assert wild is not None
-    assert wild[0] == pytest.approx(36.0 * Caution().beyond_highest)
 
 
 def provisioned_rates(rates: list[float], *, seed: int) -> list[float]:
@@ -127,10 +105,10 @@ def provisioned_rates(rates: list[float], *, seed: int) -> list[float]:
         growth = growth.with_errors(demand, now)
         level = demand.level(LEVEL_SECONDS)
         assert level is not None
-        up = rate_to_provision(demand, growth, Caution(), Caution().confidence, cold_start=COLD)
+        up = rate_to_provision(demand, growth, Caution(), Caution().confidence, lead=LEAD)
         assert up is not None
         found.append(up[0])
-        growth = growth.with_prediction(now + COLD + 15.0, level, demand.trend())
+        growth = growth.with_prediction(now + LEAD, level)
     return found
 
 
@@ -138,7 +116,7 @@ def provisioned_rates(rates: list[float], *, seed: int) -> list[float]:
 def test_few_requests_do_not_raise_the_provisioned_rate(seed: int) -> None:
     rate = 3 / 60
     found = provisioned_rates([rate] * 720, seed=seed)[40:]
-    assert max(found) < 2.6 * rate
+    assert max(found) < 3 * rate
     assert sorted(found)[len(found) // 2] < 1.5 * rate
 
 
@@ -148,15 +126,37 @@ def test_a_jump_of_a_small_load_counts_within_a_minute(seed: int) -> None:
     assert found[240 + 3] > 0.6
 
 
-def test_need_is_fewest_replicas_plus_queue_replicas() -> None:
-    need = compute_need(25.0, 20.0, 1.25, lambda n: 8.0 * n, least=1, most=10, queue_replicas=2)
-    assert (need.replicas, need.for_queue) == (6, 2)
-    assert compute_need(999.0, 20.0, 1.0, lambda n: 8.0 * n, least=1, most=10, queue_replicas=0).replicas == 10
+@pytest.mark.parametrize("fewest", [1, 2, 3, 7, 11, 28])
+@pytest.mark.parametrize("start", [1, 4, 28])
+def test_find_fewest_searches_from_present_count(fewest: int, start: int) -> None:
+    asked: list[int] = []
+
+    def attains(count: int) -> bool:
+        asked.append(count)
+        return count >= fewest
+
+    assert find_fewest(attains, least=1, most=28, start=start) == fewest
+    assert len(asked) <= 10
+    assert find_fewest(lambda count: False, least=1, most=28, start=start) == 28
 
 
-@pytest.mark.parametrize(("seconds", "replicas"), [(3.0, 0), (50.0, 1), (300.0, 3)])
-def test_long_queue_needs_replicas(seconds: float, replicas: int) -> None:
-    assert replicas_for_queue(seconds, replicas=4, ttft_seconds=2.0, cold_start=COLD) == replicas
+@pytest.mark.parametrize("cold_start", [5.0, 30.0, 300.0])
+def test_hold_time_scales_with_start_up_time(cold_start: float) -> None:
+    state, count = ScalingState(began_at=-1e4), 3
+    for index in range(120):
+        need = 3 if index < 40 else 2
+        count, state = decide_count(
+            state,
+            need,
+            count,
+            now=15.0 * index,
+            hold=usual_hold(cold_start, 0.0),
+            may_lower=True,
+            behavior=Behavior(),
+        )
+        if count == 2:
+            break
+    assert 15.0 * (index - 39) == pytest.approx(max(60.0, cold_start), abs=15.0)
 
 
 def run_counts(
@@ -165,14 +165,12 @@ def run_counts(
     may_lower: bool = True,
     start: int = 2,
     behavior: Behavior | None = None,
-    burst: int | None = None,
     drain: float = 0.0,
+    growth: float = 1.0,
     fewest: int = 0,
     later: int | None = None,
 ) -> list[int]:
-    """Return the requested counts, one sample every 15 s. `burst` is the sample at which the load has just doubled;
-    fewer than `fewest` replicas would not hold the load.
-    """
+    """Return the requested counts, one sample every 15 s. Fewer than `fewest` replicas would not hold the load."""
     state, count, counts = ScalingState(), start, []
     for index, need in enumerate(needs):
         count, state = decide_count(
@@ -180,11 +178,10 @@ def run_counts(
             need,
             count,
             now=15.0 * index,
-            cold_start=COLD,
+            hold=usual_hold(COLD, drain),
+            growth=growth,
             may_lower=may_lower,
             behavior=behavior or Behavior(),
-            is_burst=index == burst,
-            drain=drain,
             holds_load=lambda count: count >= fewest,
             later=later,
         )
@@ -192,67 +189,33 @@ def run_counts(
     return counts
 
 
-def expected(needs: list[int], *, start: int) -> list[int | None]:
-    """Return the expected initial replica count at each sample."""
-    state, found = ScalingState(), []
-    for index, need in enumerate(needs):
-        now = 15.0 * index
-        initial_replicas = awaited_initial_replicas(state, need, start, now=now, cold_start=COLD)
-        _, state = decide_count(
-            state,
-            need,
-            start,
-            now=now,
-            cold_start=COLD,
-            may_lower=False,
-            behavior=Behavior(),
-            initial_replicas=initial_replicas,
-        )
-        found.append(initial_replicas)
-    return found
-
-
-def test_initial_load_is_expected_until_it_arrives() -> None:
-    assert expected([1, 2, 1, 4, 1, 1], start=4) == [4, 4, 4, None, None, None]
-    assert expected([4, 1, 1], start=4) == [None] * 3
-
-
-def test_initial_load_is_expected_for_limited_time() -> None:
-    found = expected([1] * 60, start=4)
-    assert 15.0 * found.index(None) == pytest.approx(LEARN_COLD_STARTS * COLD)
-    assert set(found[found.index(None) :]) == {None}
-
-
-def test_initial_load_exceeds_capacity_of_one_fewer() -> None:
-    assert initial_load(4, lambda count: 5.0 * count) == pytest.approx(17.5)
-    assert initial_load(1, lambda count: 5.0 * count) == pytest.approx(2.5)
-
-
 def test_scale_out_at_once_and_scale_in_after_hold_time() -> None:
     counts = run_counts([2] * 4 + [5] + [2] * 100)
     assert counts[4] == 5
     first_in = 15.0 * (counts.index(2, 5))
-    assert first_in >= max(LEARN_COLD_STARTS * COLD, 15.0 * 4 + HOLD_COLD_STARTS * COLD)
+    assert first_in >= max(LEARN_SECONDS, 15.0 * 4 + HOLD)
 
 
 def test_no_scale_in_unless_allowed() -> None:
     assert set(run_counts([2] * 4 + [5] + [2] * 100, may_lower=False)[4:]) == {5}
 
 
-def test_scale_in_after_one_start_up_without_bursts() -> None:
+def test_scale_in_after_one_lead_time() -> None:
     counts = run_counts([3] * 60 + [2] * 60, start=3)
-    assert 15.0 * (counts.index(2) - 59) == pytest.approx(HOLD_COLD_STARTS * COLD, abs=30.0)
+    assert 15.0 * (counts.index(2) - 59) == pytest.approx(HOLD, abs=30.0)
+
+
+def test_bursty_load_is_held_for_ten_minutes() -> None:
+    needs = [3] * 60 + [2] * 60
+    counts = run_counts(needs, start=3, growth=BURST_GROWTH)
+    assert 15.0 * (counts.index(2) - 59) == pytest.approx(BURST_HOLD_SECONDS, abs=30.0)
+    forecast = run_counts(needs, start=3, growth=BURST_GROWTH, later=2)  # the season has quarter-hour buckets
+    assert 15.0 * (forecast.index(2) - 59) == pytest.approx(BURST_HOLD_SECONDS, abs=30.0)
 
 
 def test_forecast_shortens_hold_time_to_a_minute() -> None:
     counts = run_counts([3] * 60 + [2] * 60, start=3, drain=180.0, later=2)
     assert 15.0 * (counts.index(2) - 59) == pytest.approx(FORECAST_HOLD_SECONDS, abs=30.0)
-
-
-def test_bursts_keep_long_hold_time_despite_forecast() -> None:
-    """The season has quarter-hour buckets."""
-    counts = run_counts([3] * 60 + [2] * 60, start=3, later=2, burst=59)
-    assert 15.0 * (counts.index(2) - 59) >= BURST_HOLD_COLD_STARTS * COLD - 15.0
 
 
 def test_forecast_need_keeps_replicas_without_adding() -> None:
@@ -263,61 +226,14 @@ def test_forecast_need_keeps_replicas_without_adding() -> None:
 def test_hold_time_includes_drain_time() -> None:
     """A replica is billed while it drains and while it starts, so removing it for a shorter lull saves nothing."""
     counts = run_counts([3] * 60 + [2] * 60, start=3, drain=180.0)
-    assert 15.0 * (counts.index(2) - 59) == pytest.approx(HOLD_COLD_STARTS * COLD + 180.0, abs=30.0)
+    assert 15.0 * (counts.index(2) - 59) == pytest.approx(usual_hold(COLD, 180.0), abs=30.0)
     assert 2 in run_counts([3] * 60 + [2] * 90, start=3, drain=7200.0)  # bounded
 
 
 def test_scale_in_stops_at_replicas_that_hold_the_load() -> None:
-    """The need follows from capacities; the requests in flight may still fill the remaining replicas."""
+    """The requests in flight may still fill the remaining replicas."""
     assert run_counts([5] * 60 + [2] * 60, start=5, fewest=4)[-1] == 4
     assert run_counts([5] * 60 + [2] * 60, start=5, fewest=9)[-1] == 5
-
-
-def test_hold_time_is_longer_after_burst() -> None:
-    needs = [1] * 30 + [6] * 5 + [1] * 300
-    slow, burst = run_counts(needs, start=1), run_counts(needs, start=1, burst=30)
-    assert 15.0 * (slow.index(1, 35) - 34) == pytest.approx(HOLD_COLD_STARTS * COLD, abs=30.0)
-    assert 15.0 * (burst.index(1, 35) - 34) == pytest.approx(BURST_HOLD_COLD_STARTS * COLD, abs=30.0)
-
-
-def test_a_burst_is_forgotten_after_an_hour() -> None:
-    hour = round(BURST_SECONDS / 15)
-    needs = [3] * (60 + hour) + [2] * 60
-    counts = run_counts(needs, start=3, burst=59)
-    assert 15.0 * (counts.index(2) - 59 - hour) == pytest.approx(HOLD_COLD_STARTS * COLD, abs=30.0)
-
-
-@pytest.mark.parametrize("lull", [20, 40])
-def test_a_regretted_scale_in_waits_out_the_next_lull_like_it(lull: int) -> None:
-    """A load that switches: it is followed into its first lull, and no more into the next ones."""
-    counts = run_counts([3] * 60 + ([2] * lull + [3] * 40) * 2, start=3)
-    first = counts.index(2)
-    back = counts.index(3, first)
-    assert back <= 60 + lull
-    assert set(counts[back:]) == {3}
-    assert LULL_HOLDS > 1.0
-
-
-def test_regret_does_not_affect_higher_counts() -> None:
-    """The third replica is removed and needed again; a later fourth one is removed as if nothing had been regretted."""
-    needs = [3] * 60 + [2] * 20 + [3] * 40 + [4] * 4 + [3] * 40 + [2] * 200
-    counts = run_counts(needs, start=3)
-    first = counts.index(2)
-    assert counts[first : first + 20].count(3) > 0  # regretted
-    fourth_needed_until = 60 + 20 + 40 + 3
-    assert 15.0 * (counts.index(3, fourth_needed_until) - fourth_needed_until) <= HOLD_COLD_STARTS * COLD + 30.0
-    third_needed_until = fourth_needed_until + 40
-    assert 15.0 * (counts.index(2, third_needed_until) - third_needed_until) >= 2 * HOLD_COLD_STARTS * COLD
-
-
-def test_regretted_scale_in_exceeds_configured_window() -> None:
-    """Two replicas are needed now and then, one in between: the configured window would follow each change."""
-    needs = ([1] * 6 + [2] * 2) * 60
-    counts = run_counts([2] * 60 + needs, behavior=Behavior(down=Rules(stabilization_seconds=15.0)))
-    changed = [index for index in range(1, len(counts)) if counts[index] != counts[index - 1]]
-    assert counts[changed[0]] == 1  # tried once
-    assert all(sum(start <= index < start + 40 for index in changed) <= 2 for start in range(len(counts)))
-    assert len(changed) <= 8  # the configured window would have made 119 in these two hours
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -337,9 +253,9 @@ def test_windows_start_with_present_count_after_restart() -> None:
     kept = ScalingState(3, began_at=-10_000.0)
     counts = []
     for index in range(40):
-        count, kept = decide_count(kept, 1, 3, now=15.0 * index, cold_start=COLD, may_lower=True, behavior=Behavior())
+        count, kept = decide_count(kept, 1, 3, now=15.0 * index, hold=HOLD, may_lower=True, behavior=Behavior())
         counts.append(count)
-    assert 15.0 * counts.index(1) >= HOLD_COLD_STARTS * COLD
+    assert 15.0 * counts.index(1) >= HOLD
 
 
 def test_behavior_rate_limits_apply() -> None:
@@ -354,7 +270,7 @@ def run_times(
     state, count, found = ScalingState(), start, []
     for now, need in zip(times, needs, strict=True):
         count, state = decide_count(
-            state, need, count, now=now, cold_start=COLD, may_lower=True, behavior=behavior or Behavior()
+            state, need, count, now=now, hold=HOLD, may_lower=True, behavior=behavior or Behavior()
         )
         found.append((count, state))
     return found
@@ -368,7 +284,7 @@ def test_gap_in_samples_restarts_hold(gap: float) -> None:
     counts = [count for count, _ in run_times(times, [4] * 60 + [1] * 40, start=4)]
     assert set(counts[:60]) == {4}
     first_in = next(index for index, count in enumerate(counts) if count < 4)
-    assert times[first_in] - times[60] >= HOLD_COLD_STARTS * COLD
+    assert times[first_in] - times[60] >= HOLD
     assert counts[-1] == 1
 
 
@@ -391,18 +307,18 @@ def test_scale_in_needs_observed_hold(seed: int) -> None:
         if count >= before:
             continue
         first = index
-        while first > 0 and times[index] - times[first] < HOLD_COLD_STARTS * COLD - 1.0:
+        while first > 0 and times[index] - times[first] < HOLD - 1.0:
             assert 0 < times[first] - times[first - 1] <= 60.0, (index, first)
             assert needs[first] <= count
             first -= 1
 
 
 def test_gap_does_not_count_as_observed_load() -> None:
-    """The first scale-in needs LEARN_COLD_STARTS of observed load."""
+    """The first scale-in needs LEARN_SECONDS of observed load."""
     times = [0.0, 15.0] + [7200.0 + 15.0 * index for index in range(40)]
     counts = [count for count, _ in run_times(times, [1] * 42, start=3)]
     first_in = next(index for index, count in enumerate(counts) if count < 3)
-    assert times[first_in] - 7200.0 >= LEARN_COLD_STARTS * COLD - 30.0
+    assert times[first_in] - 7200.0 >= LEARN_SECONDS - 30.0
 
 
 def test_rate_limit_survives_clock_set_back() -> None:
