@@ -2,7 +2,7 @@
 
 As in the engine's block manager, empty blocks are taken first, then cached ones, least recently freed first and the
 last block of a request first. A preempted request finds its own blocks again, so a count per freed request suffices.
-Which prompts have a common prefix is not known here: a request says how much of its prompt is cached (`num_hit`).
+Which prompts have a common prefix is not known here: a request has the cached part of its prompt (`num_hit`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class KvBlocks:
         self._lru: deque[list[int]] = deque()  # [blocks, 1 if their sequence is requeued]
 
     def find_cached(self, sequence: Sequence) -> tuple[int, int]:
-        """Return the blocks of its cached prompt; after a preemption those that are left."""
+        """Return the blocks of its cached prompt; after a preemption the remaining ones."""
         if sequence.kept is not None:
             own = sequence.kept[0]
             return sequence.num_shared + own, own
@@ -75,7 +75,7 @@ class KvBlocks:
         return found, found - int(self.sharing * found)
 
     def share(self, sequence: Sequence, num_found: int) -> None:
-        """Take its cached blocks; those that no running request holds were unused."""
+        """Take its cached blocks; blocks that no running request holds were unused."""
         if sequence.kept is not None:
             self.free -= num_found - sequence.num_shared
             sequence.kept[0] = 0
@@ -108,7 +108,7 @@ class KvBlocks:
         """Do nothing: prefixes are not shared."""
 
     def count_exclusive(self, sequence: Sequence, num_blocks: int) -> int:
-        """Return all blocks but those that other requests hold too."""
+        """Return all blocks that no other request holds."""
         return num_blocks - sequence.num_shared
 
     def release(self, sequence: Sequence, num_tokens: int, *, is_requeued: bool) -> None:

@@ -14,7 +14,7 @@ DECAY = 0.8  # per sample: about a minute
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Cached prompt tokens of running requests, and those that took no blocks of their own; exponentially weighted."""
+    """Cached prompt tokens of running requests, and cached tokens without own blocks; exponentially weighted."""
 
     cached: float = 0.0
     saved: float = 0.0

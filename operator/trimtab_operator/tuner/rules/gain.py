@@ -47,9 +47,9 @@ def deciding_measure(s: Situation, before: Prediction, after: Prediction) -> Exp
     return attainment(before.attainment, after.attainment)
 
 
-def attainment(before: float, after: float) -> Expectation:
+def attainment(before: float, after: float, *, unsure: float = UNSURE) -> Expectation:
     """Return the expectation for the share of requests that attain the objectives."""
-    return Expectation(Measure.ATTAINMENT, before, after, max(0.0, after - UNSURE), min(1.0, after + UNSURE))
+    return Expectation(Measure.ATTAINMENT, before, after, max(0.0, after - unsure), min(1.0, after + unsure))
 
 
 def round_significant(value: float) -> float:

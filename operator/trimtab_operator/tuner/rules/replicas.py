@@ -16,7 +16,7 @@ from trimtab_operator.tuner.moves import Expectation, Move, Reason, ReplicaCount
 from trimtab_operator.tuner.objectives import Objectives
 from trimtab_operator.tuner.observation import Observation, ReplicaObservation
 from trimtab_operator.tuner.prediction.capacity import Answer
-from trimtab_operator.tuner.rules.gain import attainment
+from trimtab_operator.tuner.rules.gain import UNSURE, attainment
 from trimtab_operator.tuner.samples import Phase
 from trimtab_operator.tuner.scaling.control_law import (
     LEVEL_SECONDS,
@@ -36,6 +36,8 @@ from trimtab_operator.tuner.state import TunerState
 
 LEAST_HELP = 0.005  # of the requests: more replicas that help less do not help
 MARGIN = 3.0  # factor of the allowed violations at the load that is provisioned for: it is an upper bound itself
+CONTRADICTED_SECONDS = 3600.0  # after a contradicted prediction in which others are less certain
+CONTRADICTED_UNSURE = 0.05  # error of a predicted share in that time
 UNPLACED_SECONDS = 30.0  # by then the scheduler has tried a pod several times
 LOST_COLD_STARTS = 4.0  # factor of the usual start-up time after which a starting replica is not waited for
 LEAST_LOST_SECONDS = 600.0
@@ -115,7 +117,8 @@ def choose_replicas(
     )
     if target == current:
         return Chosen(target, kept)
-    move = _move(current, target, need, observation)
+    is_contradicted = state.contradicted_at is not None and now - state.contradicted_at < CONTRADICTED_SECONDS
+    move = _move(current, target, need, observation, unsure=CONTRADICTED_UNSURE if is_contradicted else UNSURE)
     return Chosen(target, kept, replace(move, evidence={**move.evidence, **_of_forecast(state.forecast, ahead)}))
 
 
@@ -241,7 +244,7 @@ def _of_forecast(forecast: Forecast | None, ahead: ForecastLoad | None) -> dict[
     return {"forecast_error": round(forecast.own_error, 4), "naive_error": round(forecast.naive_error, 4)}
 
 
-def _move(current: int, target: int, need: Need, observation: Observation) -> Move:
+def _move(current: int, target: int, need: Need, observation: Observation, *, unsure: float) -> Move:
     evidence = {
         "requests_per_second": round(need.rate, 4),
         "provisioned_per_second": round(need.provisioned_rate, 4),
@@ -251,7 +254,7 @@ def _move(current: int, target: int, need: Need, observation: Observation) -> Mo
     }
     expected: tuple[Expectation, ...] = ()
     if need.attained_now is not None and need.attained_then is not None:
-        expected = (attainment(need.attained_now, need.attained_then),)
+        expected = (attainment(need.attained_now, need.attained_then, unsure=unsure),)
     return Move(
         Reason.TOO_FEW_REPLICAS if target > current else Reason.TOO_MANY_REPLICAS,
         ReplicaCount(),

@@ -4,7 +4,7 @@ up       = the load not exceeded in `confidence` of the cases, one lead time ahe
 need     = the fewest replicas that are predicted to attain the objectives at that load, from the present requests on
 out      at once, to the need
 in       to the highest need of the hold time, all of which must have been observed: a start-up and a drain; ten
-         minutes if the load has doubled within a lead time in a tenth of the observed cases; not within ten minutes
+         minutes if the load has doubled within a lead time in a fifth of the observed cases; not within ten minutes
          after a scale-in that was reversed
 
 The lead time is what a new replica needs until its effect can be measured: start-up, one iteration and half of the
