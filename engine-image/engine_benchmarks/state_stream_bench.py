@@ -1,4 +1,4 @@
-"""What the state stream costs a core: microseconds per block boundary and per step, with and without a listener.
+"""Cost of the state stream in a core: microseconds per block boundary and per step, with and without a listener.
 
 Prompts are admitted, computed, cached and freed by a real block manager, without a model. The same operations run with
 and without the ledger; the difference, divided by the blocks that prompts fill, is its cost.

@@ -51,7 +51,7 @@ WATERMARK_OF_REPORT = 0.05
 
 
 class Tax(NamedTuple):
-    """What one run lost. Shares are of all computed tokens, and of the engine's busy time."""
+    """Loss of one run. Shares are of all computed tokens, and of the engine's busy time."""
 
     token_share: float
     time_share: float

@@ -317,7 +317,7 @@ def test_alerts_on_the_operator_name_metrics_that_it_has() -> None:
             assert 'namespace="trimtab-system"' in selector or name == "trimtab_condition", "that of the resource"
 
 
-def test_one_stalled_resource_raises_an_alert() -> None:
+def test_stalled_resource_raises_an_alert() -> None:
     (rules,) = [m for m in render(options=SERVES_MONITORING) if m["kind"] == "PrometheusRule"]
     found = {rule["alert"]: rule for rule in rules["spec"]["groups"][0]["rules"]}
     stalled = found["TrimtabResourceStalled"]

@@ -36,7 +36,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
-    """Maximum number of output tokens of every request, also of those that ask for more."""
+    """Maximum number of output tokens of every request; larger values are reduced to it."""
 
     @property
     def values(self) -> dict[str, Any]:

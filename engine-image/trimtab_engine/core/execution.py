@@ -197,7 +197,7 @@ class Execution:
 
     @property
     def mask_seconds(self) -> float:
-        """How long the last step's token masks took."""
+        """Duration of the last step's token masks."""
         return self._masks.seconds
 
     @property

@@ -274,7 +274,7 @@ class CoreClient:
             self._send(ForgetMedia(self._client_index), core)
 
     def report_state(self, *, enabled: bool) -> None:
-        """Have all cores report their state with every step, or stop. Also those that join later."""
+        """Have all cores report their state with every step, or stop. Cores that join later are included."""
         self._reports_state = enabled
         self._send_to(self.core_registry.serving, ReportState(enabled))
 

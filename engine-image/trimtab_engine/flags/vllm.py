@@ -1,7 +1,7 @@
 """vLLM's other flags: accepted without effect, called differently here, or rejected by name.
 
 Source: the parser of `vllm serve` 0.32, and flags that versions 0.8 to 0.31 had. In the tables, `--flag|-f=a,b` has a
-short form, and values that change nothing. A switch has both forms, --x and --no-x; the form that asks for nothing is
+short form, and values that change nothing. A switch has both forms, --x and --no-x; the form without effect is
 accepted.
 """
 
@@ -14,7 +14,7 @@ from trimtab_engine.flags.parser import UnsupportedFlag
 
 @dataclass(frozen=True, slots=True)
 class VllmFlag:
-    """How the engine treats one flag of vLLM that it does not have."""
+    """One flag of vLLM that the engine does not have."""
 
     names: tuple[str, ...]
     """The flag, and its short form if it has one."""
@@ -24,7 +24,7 @@ class VllmFlag:
     is_ignored: bool = False
     """True: every value is accepted, with a warning."""
     harmless: tuple[str, ...] = ()
-    """Values that ask for what the engine does anyway."""
+    """Values that equal the engine's behavior."""
 
 
 IGNORED_SWITCHES: dict[str, str] = {

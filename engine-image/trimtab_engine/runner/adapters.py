@@ -89,7 +89,7 @@ class AdapterSlots:
         self._was_open = True
 
     def _reopen(self) -> None:
-        """Read the loaded adapters again. Those that cannot be read, or have changed, are dropped: requests that need
+        """Read the loaded adapters again. Unreadable and changed adapters are dropped: requests that need
         them end, others go on.
         """
         for slot, each in list(self._loaded.items()):

@@ -125,7 +125,7 @@ class HeadRunner:
             self._head = self._build()
         except Exception as error:
             failure = WeightsUnavailable.because(error)
-        if failure is not None:  # the error is released, and with its frames what was read
+        if failure is not None:  # the error is released, and with its frames the tensors
             self._device.after_weights()
             raise failure
 

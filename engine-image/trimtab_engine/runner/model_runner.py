@@ -181,7 +181,7 @@ class ModelRunner:
             self._model, self._tower = self._rebuild()
         except Exception as error:  # files that are gone for a moment must not end the engine
             failure = WeightsUnavailable.because(error)
-        if failure is not None:  # the error is released, and with its frames what was read
+        if failure is not None:  # the error is released, and with its frames the tensors
             if self._adapters is not None:
                 self._adapters.close()
             self._device.after_weights()

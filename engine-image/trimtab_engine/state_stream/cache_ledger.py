@@ -1,4 +1,4 @@
-"""Which prefix keys have their KV blocks in the cache: the core's ledger from keys to block content.
+"""Prefix keys whose KV blocks are in the cache: the core's ledger from keys to block content.
 
 A request arrives with its prefix keys and the number of tokens that each covers. Key i stands for the blocks between
 the end of key i - 1 and its own end, rounded down: a prompt's leading keys are cached as far as its leading blocks are.

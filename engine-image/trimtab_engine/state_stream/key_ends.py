@@ -1,4 +1,4 @@
-"""Where prefix keys end in a prompt: from canonical bytes to places in the rendered text, and from there to tokens.
+"""Ends of prefix keys in a prompt: from canonical bytes to places in the rendered text, and from there to tokens.
 
 Canonical bytes are messages and tools as the client sent them; a chat template renders them in its own form. The
 contents of messages are searched in the rendered text, in order. A key that ends within anything else (tools, roles,

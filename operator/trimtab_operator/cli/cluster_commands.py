@@ -146,7 +146,7 @@ def set_fields(
     context: Context = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Change fields of a deployment's spec, and say whether engines take them live or replicas are replaced.
+    """Change fields of a deployment's spec, and print which are live and which replace replicas.
 
     Use it for trials; with GitOps, change the manifest instead, because the next sync sets the fields back.
     """

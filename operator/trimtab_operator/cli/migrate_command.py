@@ -22,7 +22,7 @@ from trimtab_operator.validation.engine_flags import Argument, split_arguments
 from trimtab_operator.validation.rules import OPERATOR_FLAGS, OWNED_FLAGS
 
 ABOUT = """Convert a `vllm serve` command line, or a Deployment, InferenceService or LLMInferenceService, to an
-InferenceDeployment. The resource is printed on stdout; what was dropped, and why, on stderr. Exit code 2 if the
+InferenceDeployment. The resource is printed on stdout; each dropped part, with the reason, on stderr. Exit code 2 if the
 resource would be rejected."""
 EXAMPLES = """Examples:
 
@@ -54,7 +54,7 @@ KSERVE_GROUP = "serving.kserve.io/"
 
 @dataclass
 class Migration:
-    """The resource under construction, and what was dropped."""
+    """The resource under construction, and notes about dropped parts."""
 
     name: str
     namespace: str | None = None
@@ -192,7 +192,7 @@ def _set_owned(made: Migration, argument: Argument, path: str) -> None:
         elif name in SIZES and re.fullmatch(r"\d+(\.\d+)?", value):
             made.set(path, f"{float(value) * 1024:.0f}Mi")
         elif name == "--quantization" and value != "fp8":
-            made.drop(_written(argument), "the checkpoint says it")
+            made.drop(_written(argument), "it is in the checkpoint")
         elif name == "--shutdown-timeout":
             made.set(path, f"{_integer(value)}s")
         else:
@@ -279,7 +279,7 @@ def _from_inference_service(made: Migration, spec: Mapping[str, Any]) -> None:
         storage = model.get("storageUri")
         if storage:
             made.set("spec.model.uri", storage)
-        made.drop("spec.predictor.model.modelFormat", "the checkpoint says it")
+        made.drop("spec.predictor.model.modelFormat", "it is in the checkpoint")
     else:
         _from_pod(made, predictor)
     _set_scaling(made, predictor.get("minReplicas", 1), predictor.get("maxReplicas"))

@@ -27,7 +27,7 @@ class MissingPods:
 
 @dataclass(frozen=True, slots=True)
 class StartError:
-    """Reason and message of an Event that says why a pod is not created or does not start."""
+    """Reason and message of an Event about a pod that is not created or does not start."""
 
     reason: str
     message: str
@@ -60,7 +60,7 @@ class ObservedChildren:
     scale_ups: frozenset[str] = frozenset()
     """Names of unscheduled pods for which a cluster autoscaler adds a node."""
     new_start_errors: Mapping[str, StartError] = field(default_factory=dict)
-    """Those that were not known in the last iteration."""
+    """Causes that were not known in the last iteration."""
     router_pods: tuple[Manifest, ...] = ()
 
     def of(self, kind: str) -> tuple[Manifest, ...]:

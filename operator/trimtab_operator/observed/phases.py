@@ -83,7 +83,7 @@ def _first(group: Group, describe: Callable[[Manifest], str | None]) -> str | No
 def pod_failure_message(pod: Manifest) -> str | None:
     """Return why a pod keeps failing, or None if it does not.
 
-    Covers containers that crash, and those that wait for anything but their start, such as an image that cannot be
+    Covers containers that crash, and containers that wait for anything but their start, such as an image that cannot be
     pulled, in init containers and sidecars as well; and pods that the kubelet evicted or rejected.
     """
     rejection = _kubelet_rejection(pod)

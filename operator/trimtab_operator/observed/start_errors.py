@@ -16,7 +16,7 @@ from trimtab_operator.resource.time import parse_time
 
 START_REASONS = ("FailedCreate", "FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox")
 SCALE_UP_REASONS = ("TriggeredScaleUp", "Nominated")  # of cluster-autoscaler and Karpenter: a node is coming
-STARTING_REASONS = ("", "ContainerCreating", "PodInitializing")  # of waiting containers: they say nothing
+STARTING_REASONS = ("", "ContainerCreating", "PodInitializing")  # of waiting containers without information
 FIRST_READ_SECONDS = 5.0  # most pods have started by then
 REREAD_SECONDS = 15.0
 MAX_MESSAGE = 1024  # characters

@@ -183,7 +183,7 @@ class GroupsPlan:
 
     @property
     def surge_obstacle(self) -> str | None:
-        """Why no surge replica can be created."""
+        """Reason for which no surge replica can be created."""
         if self.is_surge_over_budget:
             return NO_ROOM_IN_BUDGET
         return None if self.surge.surge_obstacle is None else self.surge.surge_obstacle.message

@@ -102,7 +102,7 @@ def recall_state(
 def _new_errors(
     errors: StartErrors, missing: Mapping[str, MissingPods], state: ReconcilerState
 ) -> dict[str, StartError]:
-    """Return the causes, with those of missing pods, that were not known in the last iteration."""
+    """Return the causes, including missing pods, that were not known in the last iteration."""
     found = {name: error for name, error in errors.found.items() if state.start_errors.found.get(name) != error}
     for name, now in missing.items():
         before = state.missing.get(name)

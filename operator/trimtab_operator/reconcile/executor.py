@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ExecutionResult:
-    """The actions that were applied, and those that the API server rejected."""
+    """Applied actions, and actions that the API server rejected."""
 
     done: tuple[Action, ...] = ()
     rejections: tuple[Rejection, ...] = ()
@@ -131,7 +131,7 @@ class Executor:
     async def execute(
         self, deployment: InferenceDeployment, actions: Iterable[Action], rejected: Iterable[Rejection] = ()
     ) -> ExecutionResult:
-        """Apply actions in order, without those that depend on a rejected one. `rejected` holds earlier rejections.
+        """Apply actions in order, except actions that depend on a rejected one. `rejected` holds earlier rejections.
 
         Raises:
             Exception: The API server is unavailable, or another process leads.

@@ -56,7 +56,7 @@ def _about_unknown(meant: str | None) -> str:
 
 
 def _about_value(entry: ErrorDetails, path: str, root: type[BaseModel]) -> str:
-    """Return what is wrong with a value and what to write instead."""
+    """Return the problem of a value and the remedy."""
     kind, given = entry["type"], entry.get("input")
     schema = _schema_at(entry["loc"], root)
     quoted = _quoted(given)

@@ -99,7 +99,7 @@ def _ttft_regression(found: CanaryComparison) -> str | None:
 
 
 def _overload_regression(found: CanaryComparison) -> str | None:
-    """Return the regression of a replica with so long a queue that no other replica met the same work.
+    """Return the regression of a replica whose queue is longer than any other replica's, without equal work to compare.
 
     Its seconds per prompt token are compared with those of the others' longest queues. More work takes less time per
     token, so an equal engine is not worse.

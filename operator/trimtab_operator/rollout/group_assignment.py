@@ -1,4 +1,4 @@
-"""Assignment of a revision to each replica group: which groups stay, leave and are created, and what they run. Pure.
+"""Assignment of a revision to each replica group: kept, removed and created groups, and their revisions. Pure.
 
 The assignment is the only place that decides this. The children are rendered from it (planning/children.py), and pods
 are replaced by it (rollout/pod_replacement.py), so that a StatefulSet and its pods never follow different decisions.
@@ -131,9 +131,9 @@ def _limit_to_first(updates: tuple[Group, ...], *, is_tried: bool) -> tuple[Grou
 def choose_groups_to_remove(
     groups: tuple[Group, ...], wanted: int, *, revision: str, loads: Mapping[str, float]
 ) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-    """Split groups into those that stay and those that are removed.
+    """Split groups into kept and removed ones.
 
-    Unscheduled groups are removed first, then those that load or are down, as no request is lost. Of the serving ones,
+    Unscheduled groups are removed first, then groups that load or are down, as no request is lost. Of the serving ones,
     outdated groups come first, then those with the fewest requests, which drain soonest (an unknown load counts as the
     highest), then those with the highest ordinals.
     """

@@ -237,7 +237,7 @@ def plan_surge(
     rejected: str | None = None,
 ) -> SurgePlan:
     """Decide how many surge groups may be created. `known` is the change for which there was no room, and `rejected`
-    says why the API server just rejected another group.
+    gives the reason why the API server just rejected another group.
 
     A newly found obstacle is reported now; replicas are replaced in place from the next iteration on.
     """

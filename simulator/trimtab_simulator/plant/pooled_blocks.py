@@ -63,7 +63,7 @@ class PooledBlocks(KvBlocks):
         self._pool = pool
 
     def find_cached(self, sequence: Sequence) -> tuple[int, int]:
-        """Return its leading blocks in the pool, which all take memory here; after a preemption those that are left."""
+        """Return its leading blocks in the pool, which all take memory here; after a preemption the remaining ones."""
         if not sequence.num_preemptions:
             tokens = min(sequence.num_prompt - 1, KEY_TOKENS * self._pool.count_leading(sequence.keys))
             sequence.num_hit = tokens

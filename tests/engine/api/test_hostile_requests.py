@@ -1,6 +1,6 @@
 """Requests and connections made to harm: what one client sends costs others no more than its share.
 
-A well-behaved client streams and probes beside them. Its longest gap is compared with the one of the same machine
+A well-behaved client streams and probes meanwhile. Its longest gap is compared with the one of the same machine
 before and after the attack, because other work on it causes gaps as well. `make soak` runs ten times as long, with the
 limits of docs/results/hostile-requests.md.
 """

@@ -32,7 +32,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What a well-behaved client saw. Seconds."""
+    """Measurements of a well-behaved client, in seconds."""
 
     longest_gap: float
     median_gap: float
@@ -149,7 +149,7 @@ class HostileClients:
         self._check(client.post(path, content=body, headers={"Content-Type": "application/json"}))
 
     def requests(self, client: httpx.Client, draw: random.Random) -> None:
-        """Valid requests that ask for as much as they may."""
+        """Valid requests with the largest allowed values."""
         self._check(client.post("/v1/completions", json=self._request(draw)))
 
     def leaving(self, client: httpx.Client, draw: random.Random) -> None:
@@ -180,7 +180,7 @@ class HostileClients:
         return most | {"temperature": draw.choice([0, 1]), "ignore_eos": True} | fields
 
     def connections(self, client: httpx.Client, draw: random.Random) -> None:
-        """Connections that say nothing, a part of a head, or a part of a body."""
+        """Connections that send nothing, a part of a head, or a part of a body."""
         half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 8000000\r\n\r\n"
         data = draw.choice([b"", b"GET /li", half, half + b"x" * 1_000_000, b"\x16\x03", b"nonsense\r\n\r\n"])
         with contextlib.ExitStack() as stack:
@@ -198,7 +198,7 @@ class HostileClients:
 def phases(
     port: int, process: int, seconds: float, seed: int, probe_timeout: float
 ) -> Iterator[tuple[str, Watched, int]]:
-    """Yield (phase, what was seen, resident bytes afterwards): undisturbed, then under attack, then undisturbed."""
+    """Yield (phase, measurements, resident bytes afterwards): undisturbed, then under attack, then undisturbed."""
     for phase in ("warm", "before", "attack", "after"):
         with HostileClients(port, seed) if phase in ("warm", "attack") else contextlib.nullcontext() as clients:
             seen = Watched.during(port, seconds if phase in ("warm", "attack") else seconds / 4, probe_timeout)()

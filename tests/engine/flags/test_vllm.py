@@ -1,4 +1,4 @@
-"""The flags of `vllm serve`: none is unrecognized, and what the engine says of each is true."""
+"""The flags of `vllm serve`: none is unrecognized, and the engine's message about each is true."""
 
 import json
 from pathlib import Path

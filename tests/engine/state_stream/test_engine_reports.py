@@ -48,7 +48,7 @@ def make_request(name: str, tokens: Sequence[int], max_tokens: int = 4, **fields
 
 
 class Router:
-    """What a router knows of an engine."""
+    """A router's knowledge of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""`trimtab migrate`: what is converted, what is dropped with a reason, and the result is valid."""
+"""`trimtab migrate`: converted fields, dropped parts with a reason, and a valid result."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class FakeCluster:
         )
 
     def router_reports(self) -> dict[str, RouterReport]:
-        """What each running router pod that answers reports now."""
+        """Present report of each running router pod that answers."""
         running = router_targets(self.children().router_pods)
         return {
             target.instance: replace(self.demand.get(target.pod, NO_DEMAND), at=self.now)

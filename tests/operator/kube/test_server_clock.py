@@ -63,7 +63,7 @@ def test_step_of_the_servers_clock_is_followed_slowly(step: float) -> None:
     assert machine.clock() == pytest.approx(machine.server, abs=2.5)
 
 
-def test_one_server_of_three_with_another_clock_is_ignored() -> None:
+def test_deviating_clock_of_an_api_server_is_ignored() -> None:
     machine, chance = Machine(), random.Random(0)
     for _ in range(300):
         machine.run(SAMPLE_SECONDS, samples=False)

@@ -15,7 +15,7 @@ FORBIDDEN = 'pods "m-x" is forbidden: '
 
 @dataclass(frozen=True)
 class Cause:
-    """What the API server or the kubelet reports, and the words that a user must see."""
+    """Reports of the API server or the kubelet, and the words that a user must see."""
 
     said: str
     event: str | None = None

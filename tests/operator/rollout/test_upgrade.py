@@ -94,7 +94,7 @@ def test_an_upgrade_of_the_operator_writes_no_stateful_set(monkeypatch: pytest.M
     cluster = a_settled_cluster()
     upgrade(cluster, monkeypatch)
     kinds = [kind_and_name(action)[0] for action in cluster.decide().children]
-    assert kinds == ["Job"], "the lost secret signed what was known of the model"
+    assert kinds == ["Job"], "the lost secret signed the facts of the model"
 
 
 def test_status_reports_outdated_pods(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Conversations of gateways with the endpoint picker, over real gRPC connections.
 
-The messages are those that Envoy sends with whole bodies (BUFFERED) and with FULL_DUPLEX_STREAMED, and are written with
+The messages are Envoy's with whole bodies (BUFFERED) and with FULL_DUPLEX_STREAMED, and are written with
 field numbers of the published definitions only (test_messages_have_the_published_numbers).
 """
 

@@ -29,7 +29,7 @@ def error_body(error: ApiError) -> Json:
 
 
 def usage_json(usage: Usage) -> Json:
-    """Return the token counts. Input tokens are those that were not in the prefix cache."""
+    """Return the token counts. Input tokens exclude tokens of the prefix cache."""
     return {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -23,7 +23,7 @@ class Connection(Protocol):
 
 
 class ConnectionLimits:
-    """The connections of one server. Its protocols report what they wait for."""
+    """The connections of one server. Its protocols report the data that they wait for."""
 
     def __init__(self, max_connections: int, max_unfinished_bytes: Callable[[], int]) -> None:
         self.max_connections, self.max_unfinished_bytes = max_connections, max_unfinished_bytes

@@ -18,7 +18,7 @@ from trimtab_engine.api.openai.tool_parsers.parsed import Parsed
 
 @dataclass(slots=True)
 class MessageDelta:
-    """What became certain with one piece. The last delta of a message has a finish reason."""
+    """Output that became certain with one piece. The last delta of a message has a finish reason."""
 
     parsed: Parsed
     finish_reason: str | None = None

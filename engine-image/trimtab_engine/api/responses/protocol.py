@@ -1,7 +1,7 @@
 """Body of POST /v1/responses, and its conversion to a chat request.
 
-Source: OpenAI's Responses API. Fields of unsupported features are rejected by name, unless their value asks for
-nothing.
+Source: OpenAI's Responses API. Fields of unsupported features are rejected by name, unless their value has no
+effect.
 """
 
 from collections.abc import Iterator

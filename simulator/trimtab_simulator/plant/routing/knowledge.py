@@ -1,4 +1,4 @@
-"""What routers know of replicas: exact cached prefixes, and reports of the engine's state."""
+"""Knowledge of routers about replicas: exact cached prefixes, and reports of the engine's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab_simulator.trace.arrivals import KEY_TOKENS
 class Knowledge:
     """The caches and queues of all replicas, exact as of the last `update`.
 
-    Prefixes of requests on their way count as cached: a router knows what it has sent.
+    Prefixes of requests on their way count as cached: a router knows its own dispatches.
     """
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
@@ -68,7 +68,7 @@ class Knowledge:
     def prefill_tokens(self, replica: Replica) -> float:
         """Return the uncached prompt tokens that the replica has yet to compute, without those of the current step.
 
-        Cached tokens of a waiting request are those known when it was sent, of a preempted one those that are left.
+        Cached tokens of a waiting request are the ones known when it was sent, of a preempted one the remaining ones.
         """
         engine = replica.engine
         total = float(engine.prefill_left)

@@ -26,7 +26,7 @@ def scores(server: Any, path: str = "/score", **body: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-def test_one_text_is_scored_against_several(server: Any, path: str) -> None:
+def test_score_compares_a_text_with_several(server: Any, path: str) -> None:
     found = scores(server, path, text_1="query", text_2=["abc", "query", "zz"])
     assert found == pytest.approx([cosine("query", text) for text in ("abc", "query", "zz")], abs=1e-6)
     assert found[1] == pytest.approx(1.0, abs=1e-6)
