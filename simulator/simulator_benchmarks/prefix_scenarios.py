@@ -82,7 +82,7 @@ def _poisson(rng: random.Random, rate: float, start: float, end: float) -> Seque
 
 PREFIX_SCENARIOS = (
     Scenario("mooncake", _mooncake, LONG, 8192, 8, 32),
-    Scenario("moonp", _moonp, LONG, 8192, 6, 32),
+    Scenario("moonp", _moonp, LONG, 1024, 6, 32),
     Scenario("agents", _agents, LONG, 8192, 6, 32),
     Scenario("shared-prefix", _shared_prefix, LONG, 8192, 8, 32),
 )
