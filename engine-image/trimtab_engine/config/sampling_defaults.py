@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from trimtab_engine.errors import ConfigError
-from trimtab_engine.weights.source import GENERATION_FILE, read_json
+from trimtab_engine.model_files.json_files import GENERATION_FILE, read_json
 
 FLAG, OVERRIDE_FLAG = "--generation-config", "--override-generation-config"
 AUTO, VLLM = "auto", "vllm"

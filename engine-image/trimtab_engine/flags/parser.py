@@ -261,7 +261,7 @@ def text_list(flag: str) -> Callable[[str], list[str]]:
         except ValueError:
             value = None
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-            raise argparse.ArgumentTypeError(f'must be a JSON list of texts ({text[:100]}); write {flag} \'["*"]\'')
+            raise argparse.ArgumentTypeError(f"must be a JSON list of texts ({text[:100]}); write {flag} '[\"*\"]'")
         return value
 
     return read

@@ -9,8 +9,9 @@ from typing import Any
 
 from trimtab_engine.config.pooling import EXAMPLE, FLAG, CheckpointPooling, sentence_transformers_method
 from trimtab_engine.errors import ModelError, NotSupportedError
+from trimtab_engine.model_files.json_files import CONFIG_FILE, read_json
 from trimtab_engine.weights.gguf_file import GgufSource
-from trimtab_engine.weights.source import CONFIG_FILE, WeightSource, read_json
+from trimtab_engine.weights.source import WeightSource
 
 MODULES_FILE = "modules.json"
 MODEL, POOLING, NORMALIZE = "Transformer", "Pooling", "Normalize"

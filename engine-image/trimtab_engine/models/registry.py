@@ -16,6 +16,7 @@ from trimtab_modelspec.scaled_format import Mxfp4, ScaledFormat
 
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.errors import ModelError
+from trimtab_engine.model_files.json_files import CONFIG_FILE
 from trimtab_engine.models import deepseek, gemma3, gpt_oss, llama, llama4, mistral, qwen2, qwen3, qwen3_moe
 from trimtab_engine.models.by_transformers import family as by_transformers
 from trimtab_engine.models.by_transformers import vision as transformers_vision
@@ -33,7 +34,7 @@ from trimtab_engine.weights.mxfp4 import Mxfp4Source
 from trimtab_engine.weights.open import open_source
 from trimtab_engine.weights.output_layer import use_stored_output_layer
 from trimtab_engine.weights.scaled import ScaledSource
-from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
+from trimtab_engine.weights.source import WeightSource
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,

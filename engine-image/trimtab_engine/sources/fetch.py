@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimtab_engine.errors import ConfigError, ModelError
+from trimtab_engine.model_files.json_files import CONFIG_FILE, GENERATION_FILE
 from trimtab_engine.sources.cache import ModelCache, make_room
 from trimtab_engine.sources.files import Listing, RemoteFile, texts, weights
 from trimtab_engine.sources.locks import FolderLock
@@ -15,7 +16,6 @@ from trimtab_engine.sources.name import RemoteModel
 from trimtab_engine.sources.progress import Downloaded, Meter, Progress
 from trimtab_engine.sources.source import FetchOptions, PackedSource, Source, SourceUnavailable
 from trimtab_engine.weights.safetensors_files import INDEX_FILE
-from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE
 
 TELL_SECONDS = 1.0  # between two words on progress
 DESCRIPTION = (CONFIG_FILE, GENERATION_FILE, INDEX_FILE)

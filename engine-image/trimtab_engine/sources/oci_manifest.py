@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab_engine.errors import ModelError
+from trimtab_engine.model_files.json_files import CONFIG_FILE
 from trimtab_engine.sources.files import LOADED_SUFFIXES, RemoteFile
 from trimtab_engine.sources.name import RemoteModel
 from trimtab_engine.weights.open import PICKLE_SUFFIXES
-from trimtab_engine.weights.source import CONFIG_FILE
 
 INDEX_TYPES = (
     "application/vnd.oci.image.index.v1+json",

@@ -41,7 +41,7 @@ def read_gguf_tokenizer(file: Path) -> Any:
     """
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-    from trimtab_engine.weights.gguf_reader import open_gguf
+    from trimtab_engine.model_files.gguf_reader import open_gguf
 
     fields = open_gguf(file).fields
     metadata = {

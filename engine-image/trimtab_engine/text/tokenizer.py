@@ -12,9 +12,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import ByteLevel, DecodeStream
 
 from trimtab_engine.errors import InvalidRequest, ModelError
+from trimtab_engine.model_files.json_files import LFS_POINTER
 from trimtab_engine.text.chat_template import ChatTemplate, ChatTemplates, ContentForm
 from trimtab_engine.text.gguf_tokenizer import read_gguf_tokenizer
-from trimtab_engine.weights.source import LFS_POINTER
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError, NotSupportedError
+from trimtab_engine.model_files.json_files import read_json
 from trimtab_engine.weights.safetensors_files import read_header
-from trimtab_engine.weights.source import DAMAGE, read_json
+from trimtab_engine.weights.source import DAMAGE
 
 if TYPE_CHECKING:
     import torch

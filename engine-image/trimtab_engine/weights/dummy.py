@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab_engine.weights.source import CONFIG_FILE, GENERATION_FILE, Span, read_json
+from trimtab_engine.model_files.json_files import CONFIG_FILE, GENERATION_FILE, read_json
+from trimtab_engine.weights.source import Span
 
 if TYPE_CHECKING:
     import torch

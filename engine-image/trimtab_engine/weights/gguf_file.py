@@ -301,7 +301,7 @@ def _read_part(file: Path) -> _Part:
     """Raises ModelError for a file that is cut, is none, or was written for another kind of machine."""
     from gguf import GGUFEndian
 
-    from trimtab_engine.weights.gguf_reader import DAMAGE, open_gguf
+    from trimtab_engine.model_files.gguf_reader import DAMAGE, open_gguf
 
     reader = open_gguf(file)
     try:

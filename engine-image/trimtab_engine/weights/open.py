@@ -6,11 +6,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from trimtab_engine.errors import ModelError
+from trimtab_engine.model_files.json_files import CONFIG_FILE
 from trimtab_engine.weights.dummy import DummySource
 from trimtab_engine.weights.gguf_file import GgufNames, GgufSource
 from trimtab_engine.weights.gguf_parts import first_parts
 from trimtab_engine.weights.safetensors_files import SafetensorsSource
-from trimtab_engine.weights.source import CONFIG_FILE, WeightSource
+from trimtab_engine.weights.source import WeightSource
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:[/?#].*)?")

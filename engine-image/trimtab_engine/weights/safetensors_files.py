@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab_engine.errors import ModelError
+from trimtab_engine.model_files.json_files import CONFIG_FILE, GENERATION_FILE, LFS_POINTER, read_json
 from trimtab_engine.weights.read_ahead import ReadAhead
-from trimtab_engine.weights.source import CONFIG_FILE, DAMAGE, GENERATION_FILE, LFS_POINTER, Span, read_json
+from trimtab_engine.weights.source import DAMAGE, Span
 
 if TYPE_CHECKING:
     import torch

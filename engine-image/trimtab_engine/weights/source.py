@@ -1,18 +1,11 @@
 """Interface of weight formats, and the choice of the format. No torch at import, so that model facts do not need it."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-from trimtab_engine.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
 
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""Beginning of the small text files that a clone without Git LFS has instead of large ones."""
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 """Errors of parsing untrusted JSON and using its values, deep nesting and numbers such as 1e999 included."""
 
@@ -57,23 +50,3 @@ class WeightSource(Protocol):
         between heads.
         """
         ...
-
-
-def read_json(path: Path, *, required: bool = True) -> Mapping[str, Any]:
-    """A JSON object from a file; {} when it is absent and not required. Raises ModelError."""
-    try:
-        content = path.read_bytes()
-        if content.startswith(LFS_POINTER):
-            raise ModelError(f"{path}: is a Git LFS pointer, not the file; run `git lfs pull` in {path.parent}")
-        value = json.loads(content)
-    except (FileNotFoundError, NotADirectoryError):
-        if required:
-            raise ModelError(f"model {path.parent}: no {path.name} in it") from None
-        return {}
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds no JSON object")
-    return value

@@ -22,8 +22,8 @@ from trimtab_operator.validation.engine_flags import Argument, split_arguments
 from trimtab_operator.validation.rules import OPERATOR_FLAGS, OWNED_FLAGS
 
 ABOUT = """Convert a `vllm serve` command line, or a Deployment, InferenceService or LLMInferenceService, to an
-InferenceDeployment. The resource is printed on stdout; each dropped part, with the reason, on stderr. Exit code 2 if the
-resource would be rejected."""
+InferenceDeployment. The resource is printed on stdout; each dropped part, with the reason, on stderr.
+Exit code 2 if the resource would be rejected."""
 EXAMPLES = """Examples:
 
 trimtab migrate "vllm serve Qwen/Qwen3-8B --tensor-parallel-size 2 --max-model-len 16384"

@@ -289,9 +289,7 @@ def test_non_utf8_body_is_400_with_position(server: Any) -> None:
     assert error_of(response)["message"] == "the body is not UTF-8 text: byte 12 is 0xff; send JSON in UTF-8"
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/files", "/classify", "/pooling", "/v1/audio/speech", "/v1/batches"]
-)
+@pytest.mark.parametrize("path", ["/v1/files", "/classify", "/pooling", "/v1/audio/speech", "/v1/batches"])
 def test_unsupported_route_is_rejected_by_name(server: Any, path: str) -> None:
     response = server.http.post(path, json={"model": "stub", "input": "a"})
     assert response.status_code == 404

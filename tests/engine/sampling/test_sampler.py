@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest

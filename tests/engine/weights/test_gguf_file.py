@@ -9,10 +9,10 @@ import pytest
 import torch
 from trimtab_engine.cli import main
 from trimtab_engine.errors import ModelError
+from trimtab_engine.model_files.gguf_reader import open_gguf
 from trimtab_engine.models.checkpoint import check_tensors, expected_shapes
 from trimtab_engine.models.registry import open_model, parse_model_config
 from trimtab_engine.weights.gguf_file import GLOBAL_NAMES, LAYER_NAMES, halves_from_pairs
-from trimtab_engine.weights.gguf_reader import open_gguf
 from trimtab_modelspec.config import ModelConfig
 
 CONFIG: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Limit on the cost of parsing a JSON body, which depends on its values and not on its bytes: eight MiB of text take 10
-milliseconds, of small lists 1.5 seconds, in which the event loop serves no other request. The values are counted beforehand, in a
-thread and without Python's global lock.
+milliseconds, of small lists 1.5 seconds, in which the event loop serves no other request. The values are counted
+beforehand, in a thread and without Python's global lock.
 """
 
 import asyncio

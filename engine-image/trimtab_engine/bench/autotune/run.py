@@ -30,9 +30,9 @@ from trimtab_engine.bench.local_server import SERVED_NAME, end_on_sigterm, local
 from trimtab_engine.bench.serving import server
 from trimtab_engine.bench.serving.run import request_headers
 from trimtab_engine.errors import ConfigError, EngineDead
+from trimtab_engine.model_files.json_files import CONFIG_FILE, read_json
 from trimtab_engine.sources.name import remote_model
 from trimtab_engine.weights.open import model_path
-from trimtab_engine.weights.source import CONFIG_FILE, read_json
 
 EXIT_NOT_FOUND, EXIT_INTERRUPTED = 1, 130
 LOAD_FIELDS = (

@@ -1,0 +1,1 @@
+"""Files of a model folder: their names, JSON, and GGUF metadata. No torch."""
