@@ -31,7 +31,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 CHART = REPOSITORY / "charts" / "trimtab"
 TOOLS = REPOSITORY / "build" / "release-tools"
-EXTRAS = ("operator", "engine", "router")
+EXTRAS = ("operator", "engine", "router", "endpoint-picker")
 TARGET = re.compile(
     r'^target "(?P<name>[^"]+)" \{.*?dockerfile = "(?P<file>[^"]+)".*?image\("(?P<image>[^"]+)", "(?P<suffix>[^"]*)"\)',
     re.MULTILINE | re.DOTALL,

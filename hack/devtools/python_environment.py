@@ -16,7 +16,7 @@ from .progress import stage
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 FOLDER = REPOSITORY / ".venv"
 STAMP = FOLDER / ".ready"
-EXTRAS = "operator,engine,router,tracing,dev"
+EXTRAS = "operator,engine,router,endpoint-picker,tracing,dev"
 LOG = "pip"
 INSTALL_SECONDS = 100.0
 INTERPRETER = re.compile(r"""#!(?:/bin/sh\n'''exec' )?"?([^"\n]+?)"?(?: "\$0".*)?$""", re.MULTILINE)
