@@ -2,7 +2,7 @@
 
 `folder` has the files of the development slice; each scenario names its files. Every policy starts from the
 same replicas and token budget: the fewest fixed replicas that attain the objectives, and their best budget (what
-`static-n` finds). The scenarios `…-from-1` start from one replica instead, and those of `…-real` run at the trace's own
+`static-n` finds). The scenarios `…-from-1` start from one replica instead, and `…-real` run at the trace's own
 speed.
 """
 

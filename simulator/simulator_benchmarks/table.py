@@ -148,7 +148,7 @@ class Summary(NamedTuple):
     attainable: int
     """Cells whose objectives the oracle attains."""
     attained: int
-    """Those of them whose objectives the policy attains."""
+    """Cells whose objectives the policy attains."""
     of_oracle: float | None
     """Mean of its hours as a multiple of the oracle's."""
 

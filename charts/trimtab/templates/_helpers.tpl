@@ -81,7 +81,7 @@ helm.sh/chart: {{ include "trimtab.labelValue" (printf "%s-%s" .Chart.Name .Char
 {{ ((.Values.router).image).repository }}:{{ include "trimtab.tag" (list ((.Values.router).image).tag .Chart.AppVersion) }}
 {{- end -}}
 
-{{/* The role that routers' accounts are bound to: the operator can only grant what it holds itself. */}}
+{{/* The role that routers' accounts are bound to: the operator can only grant permissions that it has itself. */}}
 {{- define "trimtab.routerRole" -}}
 {{- $kind := ternary "Role" "ClusterRole" (not (empty .Values.watchNamespaces)) -}}
 {{- dict "kind" $kind "name" (printf "%s-router" (include "trimtab.clusterName" . | trunc 56 | trimSuffix "-")) | toJson -}}

@@ -172,7 +172,7 @@ def sampling_defaults(arguments: argparse.Namespace, model: str) -> SamplingDefa
 
 
 def api_keys(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Return the API keys of the command line, the key file and the environment. Those of the command line are visible
+    """Return the API keys of the command line, the key file and the environment. Keys on the command line are visible
     to all users of the machine.
 
     Raises:

@@ -116,7 +116,7 @@ def _add_server_flags(group: Any) -> None:
     group.add_argument(
         "--override-generation-config",
         metavar="JSON",
-        help='sampling defaults that replace those of the file: {"temperature": 0.6, "top_p": 0.9, "top_k": 20, '
+        help='sampling defaults with priority over the file: {"temperature": 0.6, "top_p": 0.9, "top_k": 20, '
         '"min_p": 0, "repetition_penalty": 1, "max_new_tokens": 4096}',
     )
     group.add_argument(

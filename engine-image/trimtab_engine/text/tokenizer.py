@@ -363,7 +363,7 @@ def _single_gguf_file(folder: Path) -> Path | None:
 
 def _in_form(message: Mapping[str, Any], form: ContentForm) -> Mapping[str, Any]:
     """Return the message with the content that a template renders: text parts joined by line breaks for templates that
-    take text only, a text as a part for those that take parts only. Images and videos need parts.
+    take text only, a text as a part for templates that take parts only. Images and videos need parts.
     """
     content = message.get("content")
     if form == "parts" and isinstance(content, str):

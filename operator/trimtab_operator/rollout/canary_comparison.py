@@ -101,7 +101,7 @@ def _ttft_regression(found: CanaryComparison) -> str | None:
 def _overload_regression(found: CanaryComparison) -> str | None:
     """Return the regression of a replica whose queue is longer than any other replica's, without equal work to compare.
 
-    Its seconds per prompt token are compared with those of the others' longest queues. More work takes less time per
+    Its seconds per prompt token are compared with the others' at their longest queues. More work takes less time per
     token, so an equal engine is not worse.
     """
     new, old = (_buckets(side, lambda row, load: ((), load.prefill_rate(row))) for side in (found.new, found.old))
@@ -221,7 +221,7 @@ class _Load:
         self._decode_ends = _Ramps((first + (row.decode_seconds or 0.0), 1.0) for first, row in firsts)
 
     def prefill_bucket(self, row: Finished) -> Bucket:
-        """Return the bucket of the prompt tokens to compute until the first token, with those of earlier requests."""
+        """Return the bucket of the prompt tokens to compute until the first token, including earlier requests."""
         return _bucket(self._prefill_work(row), BUCKETS_PER_OCTAVE)
 
     def prefill_rate(self, row: Finished) -> float | None:

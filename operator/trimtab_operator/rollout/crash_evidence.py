@@ -21,7 +21,7 @@ PRIOR_CRASHES, PRIOR_POD_HOURS = (
     1.0,
     20.0,
 )  # weight of the prior rate, for a revision that was observed for a short time
-MAX_CHANCE = 1e-5  # of so many crashes at the former rate; it is checked after each crash, for a day
+MAX_CHANCE = 1e-5  # of this number of crashes at the former rate; it is checked after each crash, for a day
 
 
 @dataclass(frozen=True, slots=True)

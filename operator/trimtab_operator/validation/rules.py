@@ -685,7 +685,7 @@ REFUSED_POD_FIELDS: Mapping[str, str] = {
     "shareProcessNamespace": "is not supported; remove it",
 }
 ACCOUNT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
-VOLUME_SOURCES = (  # those of the Pod Security Standard "restricted"
+VOLUME_SOURCES = (  # types of the Pod Security Standard "restricted"
     "configMap",
     "csi",
     "downwardAPI",

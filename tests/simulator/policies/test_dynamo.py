@@ -1,4 +1,4 @@
-"""Dynamo's planner, with values computed by hand from its published rules.
+"""Dynamo's planner, with values from its published rules.
 
 The engine takes 10 ms a step and 0.1 ms a token; prompts have 1,000 tokens, outputs 100, and steps 100 prompt tokens.
 """

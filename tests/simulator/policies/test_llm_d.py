@@ -1,4 +1,4 @@
-"""llm-d's formula, with values computed by hand from its published text."""
+"""llm-d's formula, with values from its published text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(policy: Policy, *views: PolicyInput) -> list[int | None]:
 def test_scale_out_divides_the_share_by_its_threshold_after_30_seconds() -> None:
     """P90 of the bucket 1.2-2.4 is 2.28 s, 0.76 of the target: 4 + ceil(4 (0.76 / 0.55 - 1)) = 6.
 
-    The first page has no increase, so the mean of 45 s is 0, 0.38, 0.51 and then 0.76, which asks for 6 from 45 s on.
+    The first page has no increase, so the mean of 45 s is 0, 0.38, 0.51 and then 0.76, which gives 6 from 45 s on.
     """
     views = [make_view(15.0 * i, 2.4, 4) for i in range(7)]
     assert run(llm_d_slo(SETUP), *views) == [4, 4, 4, 4, 6, 6, 6]

@@ -1,4 +1,4 @@
-"""WVA's token-based analyzer, with values computed by hand from its published rules.
+"""WVA's token-based analyzer, with values from its published rules.
 
 Prompts have 1,000 tokens and outputs 200; the KV cache has 100,000 tokens, the engine 64 slots.
 """
@@ -44,7 +44,7 @@ def test_wva_compares_tokens_with_capacity(pods: int, usage: float, waiting: flo
 
 
 def test_wva_remembers_the_tokens_at_which_a_queue_formed() -> None:
-    """After the queue 30,000 tokens per pod remain the capacity: 60,000 / 0.85 - 60,000 asks for one pod."""
+    """After the queue 30,000 tokens per pod remain the capacity: 60,000 / 0.85 - 60,000 gives one pod."""
     policy = wva(SETUP)
     waits = [6.0] * 6 + [0.0] * 24
     views = [make_view(15.0 * i, 2, 0.3, waiting) for i, waiting in enumerate(waits, 1)]

@@ -20,7 +20,7 @@ logger = logging.getLogger("trimtab_engine.api")
 
 class BoundedHeadProtocol(HttpToolsProtocol):
     """Closes connections whose request head exceeds the limit with 400, and TLS connections, which are logged because
-    the client cannot read a response. Reports to its server's ConnectionLimits what it waits for.
+    the client cannot read a response. Reports to its server's ConnectionLimits which data it waits for.
     """
 
     _num_head_bytes = 0

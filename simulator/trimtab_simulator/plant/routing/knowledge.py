@@ -66,7 +66,7 @@ class Knowledge:
         return {number: min(most, count * KEY_TOKENS) for number, count in counts.items()}
 
     def prefill_tokens(self, replica: Replica) -> float:
-        """Return the uncached prompt tokens that the replica has yet to compute, without those of the current step.
+        """Return the uncached prompt tokens that the replica has yet to compute, without the current step's.
 
         Cached tokens of a waiting request are the ones known when it was sent, of a preempted one the remaining ones.
         """

@@ -49,7 +49,7 @@ class LeastRequest:
 class Chwbl:
     """Consistent hashing with bounded loads, as KubeAI's strategy PrefixHash.
 
-    The first replica on the ring after the request's hash whose load, with this request, is at most
+    The first replica on the hash circle after the request's hash whose load, with this request, is at most
     CHWBL_LOAD_FACTOR times the mean. Load is the number of unfinished requests. Requests without a prefix go to the
     replica with the fewest.
     """
@@ -60,7 +60,7 @@ class Chwbl:
         self._least = LeastRequest()
 
     def choose(self, request: Request, ready: Sequence[Replica], now: float) -> Replica:
-        """Return the replica of the request's hash, or the next one on the ring with room."""
+        """Return the replica of the request's hash, or the next one on the circle with room."""
         if not request.keys:
             return self._least.choose(request, ready, now)
         names = [replica.name for replica in ready]
