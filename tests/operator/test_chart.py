@@ -111,7 +111,9 @@ WORKLOADS = {
     ("monitoring.coreos.com", "prometheusrules", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "events", ("get", "list", "create", "patch")),
 }
-WORKLOAD_RIGHTS = {(group, resource, verb, None) for group, resource, verbs in WORKLOADS for verb in verbs}
+WORKLOAD_RIGHTS: set[tuple[str, str, str, str | None]] = {
+    (group, resource, verb, None) for group, resource, verbs in WORKLOADS for verb in verbs
+}
 WORKLOAD_RIGHTS |= {("", "secrets", verb, "trimtab-rendezvous") for verb in ("get", "create", "patch")}
 CLUSTER_RIGHTS = {
     ("", "nodes", "list", None),

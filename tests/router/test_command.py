@@ -158,7 +158,8 @@ def test_workers_are_summed_and_share_the_token(start: Callable[..., Router], en
         assert router.post() == 200
 
     def all_arrived() -> bool:
-        return json.loads(router.call("GET", "/admin/v1/demand")[1])["arrived"] == 60
+        arrived: int = json.loads(router.call("GET", "/admin/v1/demand")[1])["arrived"]
+        return arrived == 60
 
     router.wait_for(all_arrived)
     text = router.call("GET", "/metrics")[1]

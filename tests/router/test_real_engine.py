@@ -139,7 +139,7 @@ def client(router: Router) -> Iterator[openai.OpenAI]:
 
 def chat(client: openai.OpenAI, question: str, **fields: Any) -> Any:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    given = {"model": "smol", "messages": messages, "max_tokens": 12, "temperature": 0} | fields
+    given: dict[str, Any] = {"model": "smol", "messages": messages, "max_tokens": 12, "temperature": 0} | fields
     return client.chat.completions.with_raw_response.create(**given)
 
 

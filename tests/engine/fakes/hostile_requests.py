@@ -130,21 +130,20 @@ class HostileClients:
 
     def bodies(self, client: httpx.Client, draw: random.Random) -> None:
         """Large bodies of many values, of text, and of no JSON."""
-        body = draw.choice(
-            [
-                lambda: '{"prompt":[' + "[1]," * 2_000_000 + "[1]]}",
-                lambda: '{"prompt":[' + "1," * 4_000_000 + "1]}",
-                lambda: '{"prompt":[' + "{}," * 2_500_000 + "{}]}",
-                lambda: '{"prompt":[' + '"",' * 240_000 + '""]}',
-                lambda: '{"prompt":"' + "[{, " * 2_000_000 + '"}',
-                lambda: '{"prompt":"' + "\\\\u0041" * 1_300_000 + '"}',
-                lambda: "[" * 8_000_000,
-                lambda: '{"messages":[' + '{"role":"user","content":[{"type":"text","text":""}]},' * 100_000 + "{}]}",
-                lambda: '{"prompt":"a","logit_bias":{' + ",".join(f'"{n}":1' for n in range(20_000)) + "}}",
-                lambda: "{" + ",".join(f'"x{n}":1' for n in range(9_000)) + "}",
-                lambda: '{"prompt":"a","seed":' + "9" * 4_000_000 + "}",
-            ]
-        )()
+        makers: list[Callable[[], str]] = [
+            lambda: '{"prompt":[' + "[1]," * 2_000_000 + "[1]]}",
+            lambda: '{"prompt":[' + "1," * 4_000_000 + "1]}",
+            lambda: '{"prompt":[' + "{}," * 2_500_000 + "{}]}",
+            lambda: '{"prompt":[' + '"",' * 240_000 + '""]}',
+            lambda: '{"prompt":"' + "[{, " * 2_000_000 + '"}',
+            lambda: '{"prompt":"' + "\\\\u0041" * 1_300_000 + '"}',
+            lambda: "[" * 8_000_000,
+            lambda: '{"messages":[' + '{"role":"user","content":[{"type":"text","text":""}]},' * 100_000 + "{}]}",
+            lambda: '{"prompt":"a","logit_bias":{' + ",".join(f'"{n}":1' for n in range(20_000)) + "}}",
+            lambda: "{" + ",".join(f'"x{n}":1' for n in range(9_000)) + "}",
+            lambda: '{"prompt":"a","seed":' + "9" * 4_000_000 + "}",
+        ]
+        body = draw.choice(makers)()
         path = draw.choice(["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"])
         self._check(client.post(path, content=body, headers={"Content-Type": "application/json"}))
 

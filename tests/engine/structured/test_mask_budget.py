@@ -10,6 +10,7 @@ import engine_builders
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from trimtab_engine.messages.requests import AddRequest
 from trimtab_engine.scheduling.request import Request
 from trimtab_engine.scheduling.sampling import Sampling
@@ -21,7 +22,7 @@ BUDGET = 1.0
 
 def make_request(seconds: float | None) -> Request:
     request = engine_builders.a_request()
-    request.grammar = None if seconds is None else SimpleNamespace(mask_seconds=seconds)  # type: ignore[assignment]
+    request.grammar = None if seconds is None else SimpleNamespace(mask_seconds=seconds)
     return request
 
 
@@ -57,7 +58,7 @@ def test_expensive_grammars_do_not_delay_other_requests(tiny_model: Path, monkey
     def run() -> tuple[dict[str, list[int]], int]:
         engine = engine_builders.an_engine(tiny_model, max_num_seqs=16, num_gpu_blocks_override=128)
         sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-        grammar = matcher.LLMatcher.grammar_from_regex("[a-z]{4,40}")
+        grammar = LLMatcher.grammar_from_regex("[a-z]{4,40}")
         for number in range(12):
             params = Sampling(max_tokens=8, grammar=grammar, **sampling)
             engine.add(AddRequest(f"g{number}", [97 + number, 98], params, arrival_time=0.0))

@@ -257,7 +257,7 @@ def test_mutated_adapter_files_raise_model_errors_only(tmp_path: Path) -> None:
     config, tensors = ((folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors"))
     length = struct.unpack("<Q", tensors[:8])[0]
     header = json.loads(tensors[8 : 8 + length])
-    values = [None, True, -1, 0, 1e999, 2**70, "", "^", "F32", [], [[]], {}, {"": 1}, [1, 2, 3], [0, 2**63]]
+    values: list[Any] = [None, True, -1, 0, 1e999, 2**70, "", "^", "F32", [], [[]], {}, {"": 1}, [1, 2, 3], [0, 2**63]]
     draw = random.Random(34)
     rejected = 0
     for _ in range(600):

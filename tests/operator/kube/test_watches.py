@@ -197,7 +197,8 @@ async def refused(_: Server) -> AsyncIterator[dict[str, Any]]:
 
 
 async def ends_at_once(_: Server) -> AsyncIterator[dict[str, Any]]:
-    for event in ():
+    events: tuple[dict[str, Any], ...] = ()
+    for event in events:
         yield event
 
 

@@ -17,7 +17,7 @@ FORBIDDEN = 'pods "m-x" is forbidden: '
 class Cause:
     """Reports of the API server or the kubelet, and the words that a user must see."""
 
-    said: str
+    words: str
     event: str | None = None
     """Reason of the Event; without one, `state` reports the cause."""
     message: str = ""
@@ -30,12 +30,12 @@ class Cause:
         return self.event != "FailedCreate"
 
 
-def rejected(said: str) -> Cause:
-    return Cause(said, "FailedCreate", FORBIDDEN + said)
+def rejected(words: str) -> Cause:
+    return Cause(words, "FailedCreate", FORBIDDEN + words)
 
 
-def not_mounted(said: str, reason: str = "FailedMount") -> Cause:
-    return Cause(said, reason, f'MountVolume.SetUp failed for volume "v" : {said}')
+def not_mounted(words: str, reason: str = "FailedMount") -> Cause:
+    return Cause(words, reason, f'MountVolume.SetUp failed for volume "v" : {words}')
 
 
 def waiting(reason: str, message: str = "the kubelet's message", **where: str) -> Cause:
@@ -107,11 +107,11 @@ class ObstructedCluster(FakeCluster):
             self.creation_failures = [event | {"message": self.cause.message, "lastTimestamp": self._time()}]
 
 
-async def seconds_until_named(cluster: ObstructedCluster, said: str) -> float:
+async def seconds_until_named(cluster: ObstructedCluster, words: str) -> float:
     began, (reconciler, loop) = cluster.now, (a_reconciler(cluster), a_loop(cluster))
     for _ in range(10):
         delay = await reconciler.guarded_tick(loop)
-        if said in cluster.condition("Ready")["message"]:
+        if words in cluster.condition("Ready")["message"]:
             return cluster.now - began
         cluster.now += delay
         cluster.controllers()
@@ -125,7 +125,7 @@ async def test_cause_of_failed_reading_is_named(cause: str) -> None:
     cluster.report("m-facts-x" if cluster.cause.has_pod else "m-facts")
     if cluster.cause.event == "FailedCreate":
         cluster.creation_failures[0]["message"] = f"Error creating: {cluster.cause.message}"
-    assert await seconds_until_named(cluster, cluster.cause.said) <= MAX_SECONDS
+    assert await seconds_until_named(cluster, cluster.cause.words) <= MAX_SECONDS
     if cluster.cause.event is not None:
         assert cluster.cause.event in cluster.events
 
@@ -138,7 +138,7 @@ async def test_cause_of_failed_engine_is_named(cause: str) -> None:
     if cluster.cause.event == "FailedCreate":
         message = f"create Pod m-g0-0 in StatefulSet m-g0 failed error: {cluster.cause.message}"
         cluster.creation_failures[0]["message"] = message
-    assert await seconds_until_named(cluster, cluster.cause.said) <= MAX_SECONDS
+    assert await seconds_until_named(cluster, cluster.cause.words) <= MAX_SECONDS
     if cluster.cause.event is not None:
         assert cluster.cause.event in cluster.events
 
@@ -147,7 +147,7 @@ async def test_cause_is_forgotten_when_the_pod_starts() -> None:
     cluster = ObstructedCluster(replicas=1)
     cluster.cause = CAUSES["missing secret"]
     cluster.report("m-g0-0")
-    await seconds_until_named(cluster, cluster.cause.said)
-    cluster.__class__ = FakeCluster
+    await seconds_until_named(cluster, cluster.cause.words)
+    cluster.__class__ = FakeCluster  # type: ignore[assignment]
     cluster.settle()
     assert cluster.condition("Ready")["status"] == "True"

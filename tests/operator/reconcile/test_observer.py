@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -133,17 +133,19 @@ async def test_observe_unparsable_spec_has_parse_errors() -> None:
         assert snapshot.deployment.replicas == 1
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(None, "blue"), ("blue", None), ("blue", "green")])
-async def test_resource_of_another_class_is_gone(ours: str | None, theirs: str | None) -> None:
-    cluster = FakeCluster(**({} if theirs is None else {"class": theirs}))
-    cluster.installation = Installation(operator_class=ours)
+@pytest.mark.parametrize(("own", "other"), [(None, "blue"), ("blue", None), ("blue", "green")])
+async def test_resource_of_another_class_is_gone(own: str | None, other: str | None) -> None:
+    spec: dict[str, Any] = {} if other is None else {"class": other}
+    cluster = FakeCluster(**spec)
+    cluster.installation = Installation(operator_class=own)
     with pytest.raises(Gone):
         await a_reconciler(cluster).tick(a_loop(cluster))
     assert cluster.writes == 0
 
 
 async def test_resource_of_own_class_is_served() -> None:
-    cluster = FakeCluster(**{"class": "blue"})
+    spec: dict[str, Any] = {"class": "blue"}
+    cluster = FakeCluster(**spec)
     cluster.installation = Installation(operator_class="blue")
     await a_reconciler(cluster).tick(a_loop(cluster))
     assert cluster.writes > 0

@@ -573,7 +573,7 @@ def test_a_write_to_scale_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ({"csi": {"driver": "secrets-store.csi.k8s.io", "readOnly": True}}, None),
         ({"projected": {"sources": [{"secret": {"name": "s"}}, {"configMap": {"name": "c"}}]}}, None),
@@ -582,10 +582,10 @@ def test_a_write_to_scale_is_allowed() -> None:
         ({"nfs": {"server": "s", "path": "/"}}, "is not allowed; use one of"),
     ],
 )
-def test_volumes_are_those_of_the_restricted_profile(source: dict[str, Any], said: str | None) -> None:
+def test_volumes_are_those_of_the_restricted_profile(source: dict[str, Any], message: str | None) -> None:
     template = {"spec": {"volumes": [{"name": "v", **source}]}}
     errors = [str(error) for error in validation_errors(a_deployment(template=template))]
-    assert (errors == []) if said is None else any(said in error for error in errors)
+    assert (errors == []) if message is None else any(message in error for error in errors)
 
 
 @pytest.mark.parametrize(

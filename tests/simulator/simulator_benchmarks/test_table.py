@@ -11,7 +11,7 @@ import pytest
 from simulator_benchmarks import cells as kept
 from simulator_benchmarks import table
 from simulator_benchmarks.cells import Key, inputs_of, key_of, read_cells, run_cell, run_missing
-from simulator_benchmarks.scenarios import SCENARIOS
+from simulator_benchmarks.scenarios import SCENARIOS, Scenario
 from simulator_benchmarks.table import Summary, captured, markdown, rows_of, summarize, wanted_cells
 from simulator_benchmarks.table_page import table_page
 from trimtab_simulator.policies.names import PolicySpec
@@ -155,7 +155,7 @@ def test_other_target_is_the_best_on_another_trace(
 
     monkeypatch.setattr(kept, "without_timeline", lambda experiment: experiment)
     monkeypatch.setattr(
-        kept.Scenario, "experiment", lambda self, folder, *, seed, cold_start: f"{self.name}, {seed}, {cold_start:g}"
+        Scenario, "experiment", lambda self, folder, *, seed, cold_start: f"{self.name}, {seed}, {cold_start:g}"
     )
     monkeypatch.setattr(kept, "hindsight_target", lambda experiment, name: {f"{reference}, 2, 60": 45.0}[experiment])
     monkeypatch.setattr(kept, "run_policy", run_policy)

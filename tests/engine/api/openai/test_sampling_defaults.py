@@ -99,7 +99,8 @@ def test_origins_can_be_limited(start_server: Callable[..., Server]) -> None:
 
     def allowed(origin: str) -> str | None:
         answer: httpx.Response = server.http.get("/v1/models", headers={"Origin": origin})
-        return answer.headers.get("access-control-allow-origin")
+        origins: str | None = answer.headers.get("access-control-allow-origin")
+        return origins
 
     assert (allowed(ORIGIN), allowed("https://evil.example")) == (ORIGIN, None)
 
