@@ -33,11 +33,6 @@ class Range:
         """Distance to the upper limit."""
         return max(0.0, self.highest - self.current) if self.is_live else 0.0
 
-    @property
-    def can_fall(self) -> float:
-        """Distance to the lower limit."""
-        return max(0.0, self.current - self.lowest) if self.is_live else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Situation:

@@ -27,12 +27,11 @@ VARIANCE_STEADYING = 3 / 8  # added to a count, whose root then has the same spr
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Arrivals in the `seconds` before `at`. `work` weighs each request by its prompt; 1 is the usual one."""
+    """Arrivals in the `seconds` before `at`."""
 
     at: float
     seconds: float
     requests: float
-    work: float = 0.0
 
     @property
     def rate(self) -> float:

@@ -1,7 +1,7 @@
 """Observation: the validated recent history of all replicas.
 
 `interval` has one replica's work between two samples, `track` follows a replica over samples, `faults` names invalid
-metrics, `latency` evaluates histograms, `observation` combines all replicas.
+metrics, `observation` combines all replicas.
 """
 
 from trimtab_operator.tuner.observation.faults import Finding

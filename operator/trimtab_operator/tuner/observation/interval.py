@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from trimtab_operator.tuner.samples import Counters, Gauges, Histogram, Sample, Work
+from trimtab_operator.tuner.samples import Counters, Gauges, Sample, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,6 @@ class Interval:
     blocked_seconds: Mapping[str, float] = field(default_factory=dict)
     decode: Work | None = None
     prefill: Work | None = None
-    ttft: Histogram | None = None
-    itl: Histogram | None = None
-    mean_itl: Histogram | None = None
     is_steady: bool = True
 
     @property
@@ -88,9 +85,6 @@ def interval_between(before: Sample, after: Sample) -> Interval | None:
         blocked_seconds=_difference(old.blocked_seconds, new.blocked_seconds),
         decode=_work(old.decode, new.decode),
         prefill=_work(old.prefill, new.prefill),
-        ttft=_histogram(before.ttft, after.ttft),
-        itl=_histogram(before.itl, after.itl),
-        mean_itl=_histogram(before.mean_itl, after.mean_itl),
         is_steady=before.gauges.config_generation == after.gauges.config_generation,
     )
 
@@ -139,14 +133,6 @@ def _work(old: Work | None, new: Work | None) -> Work | None:
     return None if old is None or new is None else new.minus(old)
 
 
-def _histogram(old: Histogram | None, new: Histogram | None) -> Histogram | None:
-    """Return the observations in between; None when the edges changed or a count fell."""
-    if old is None or new is None or old.edges != new.edges:
-        return None
-    counts = tuple(b - a for a, b in zip(old.counts, new.counts, strict=True))
-    return None if any(count < 0 for count in counts) else Histogram(new.edges, counts, new.total - old.total)
-
-
 def total_of(intervals: Iterable[Interval]) -> Interval | None:
     """Return the sum of intervals; its `seconds` are replica-seconds.
 
@@ -174,9 +160,6 @@ def total_of(intervals: Iterable[Interval]) -> Interval | None:
         blocked_seconds=_merged(part.blocked_seconds for part in parts),
         decode=_all_work([part.decode for part in parts]),
         prefill=_all_work([part.prefill for part in parts]),
-        ttft=_all_histograms([part.ttft for part in parts]),
-        itl=_all_histograms([part.itl for part in parts]),
-        mean_itl=_all_histograms([part.mean_itl for part in parts]),
         is_steady=all(part.is_steady for part in parts),
     )
 
@@ -201,14 +184,6 @@ def _all_work(works: list[Work | None]) -> Work | None:
         assert total is not None
         total = total.plus(work)
     return total
-
-
-def _all_histograms(histograms: list[Histogram | None]) -> Histogram | None:
-    known = [histogram for histogram in histograms if histogram is not None]
-    if not known or any(histogram.edges != known[0].edges for histogram in known):
-        return None
-    counts = tuple(math.fsum(column) for column in zip(*(histogram.counts for histogram in known), strict=True))
-    return Histogram(known[0].edges, counts, math.fsum(histogram.total for histogram in known))
 
 
 def _mean_gauges(parts: list[Interval], seconds: float) -> Gauges:

@@ -340,12 +340,6 @@ class Predictor:
         return self._means
 
     @property
-    def computed_share(self) -> float:
-        """Share of the prompt tokens that are not cached."""
-        computed, prompt, _ = self._mean_lengths()
-        return computed / max(1.0, prompt)
-
-    @property
     def typical_context(self) -> float:
         """Tokens of a request half-way through its output."""
         _, prompt, output = self._mean_lengths()

@@ -119,15 +119,6 @@ class Prediction:
         error = math.hypot(MODEL_ERROR, uncertainty)
         return value * (1 - error), value * (1 + error)
 
-    def meets_objectives(self, objectives: Objectives, *, margin: float = 0.0) -> bool:
-        """Return True if all objectives would be attained, with this margin."""
-        shares = [(self.attainment, objectives.share)]
-        if objectives.ttft is not None:
-            shares.append((self.ttft_share, objectives.ttft.share))
-        if objectives.itl is not None:
-            shares.append((self.itl_share, objectives.itl.share))
-        return all(share >= min(1.0, wanted + margin) for share, wanted in shares)
-
 
 def requests_for(rate: float) -> int:
     """Return the number of requests to simulate at this rate; only two values, so that few loads are sampled."""

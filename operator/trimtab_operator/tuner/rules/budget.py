@@ -150,11 +150,6 @@ def rungs(found: Range) -> list[int]:
     return sorted({rung for rung in inside | ends if found.lowest <= rung <= found.highest} | {int(found.current)})
 
 
-def _with_two_replicas(s: Situation) -> Candidate:
-    """Return the candidate with two replicas: their capacity lies between that of one and of many."""
-    return replace(s.candidate, replicas=2)
-
-
 def _with_budget(s: Situation, budget: int) -> Candidate:
     """Return the candidate with this budget and the starting replicas: a change for only the minutes until they serve
     would be reverted.

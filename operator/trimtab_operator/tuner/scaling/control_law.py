@@ -4,7 +4,7 @@ up       = the load not exceeded in `confidence` of the cases, one lead time ahe
 need     = the fewest replicas that are predicted to attain the objectives at that load, from the present requests on
 out      at once, to the need
 in       to the highest need of the hold time, all of which must have been observed: a start-up and a drain; ten
-         minutes if the load has doubled within a lead time in a fifth of the observed cases; not within ten minutes
+         minutes if the load has doubled within a lead time in a twentieth of the observed cases; not within ten minutes
          after a scale-in that was reversed
 
 The lead time is what a new replica needs until its effect can be measured: start-up, one iteration and half of the
@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 from trimtab_operator.tuner.load.demand import Demand, Growth
 from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, limit_change, stabilize
 
-BURST_GROWTH = 2.0  # growth within a lead time from which on a load is bursty
+BURST_GROWTH = 2.0  # growth within a lead time from which on a load is bursty …
+BURST_SHARE = 0.95  # … if it is exceeded in the other cases
 BURST_HOLD_SECONDS = 600.0  # of a bursty load: lulls of some minutes end sooner than a replica starts
 FORECAST_HOLD_SECONDS = 60.0  # if the forecast needs none of the removed replicas again
 MAX_DRAIN_SECONDS = 900.0  # that count for the hold time
@@ -152,10 +153,10 @@ def decide_count(
 ) -> tuple[int, ScalingState]:
     """Return the replica count to request and the new state.
 
-    `current` includes starting replicas. `hold`: hold time without bursts. `growth`: growth factor that is provisioned
-    for. `holds_load` returns whether fewer replicas would attain the objectives with the requests in flight. `later`:
-    replicas needed, by a proven forecast, until a removed one could serve again. After more than `max_gap_seconds`
-    without a sample, windows begin again.
+    `current` includes starting replicas. `hold`: hold time without bursts. `growth`: growth within a lead time that
+    BURST_SHARE of the cases did not exceed. `holds_load` returns whether fewer replicas attain the objectives with
+    the requests in flight. `later`: replicas needed, by a proven forecast, until a removed one could serve again. After
+    more than `max_gap_seconds` without a sample, windows begin again.
     """
     state = _without_gap(state, now, max_gap_seconds)
     began_at = now if state.began_at is None else state.began_at
