@@ -2,8 +2,8 @@
 requests.
 
 `lengths` has prompt and output lengths, `demand` arrival rates, `season` rates by time of day, `forecast` predicted
-rates, `clients` detects closed-loop clients, `arrivals` keeps rows in order, `draws` has deterministic pseudo-random
-numbers.
+rates, `clients` detects closed-loop clients, `sharing` learns how much of the cached prompts requests share, `arrivals`
+keeps rows in order, `draws` has deterministic pseudo-random numbers.
 """
 
 from trimtab_operator.tuner.load.clients import Clients
