@@ -4,7 +4,7 @@ It is stored, and bounds predictions: replicas that attained a load are not pred
 failed at a load are not predicted to hold more.
 
 Loads are compared in work: requests a second times the mean cost of a request. Evidence about other lengths, or another
-configuration, says nothing.
+configuration, is no evidence.
 """
 
 from __future__ import annotations

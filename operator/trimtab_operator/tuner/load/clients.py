@@ -47,7 +47,7 @@ class Clients:
 
     @property
     def are_known(self) -> bool:
-        """True if there are enough samples to tell closed-loop clients from open-loop load."""
+        """True if there are enough samples to distinguish closed-loop clients from open-loop load."""
         return len(self.counts) == MAX_COUNTS or self.are_closed_loop
 
     @property

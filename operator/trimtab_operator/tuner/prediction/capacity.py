@@ -99,7 +99,7 @@ class Bracket:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether a candidate attains the objectives at a rate, from requests in flight with this many tokens on."""
+    """Answer whether a candidate attains the objectives at a rate, from requests in flight with this many tokens on."""
 
     candidate: Candidate
     rate_step: int
