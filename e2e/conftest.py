@@ -43,6 +43,13 @@ def calm_seconds(request: pytest.FixtureRequest) -> float:
     return SOAK_CALM_SECONDS if request.config.getoption("--soak") else CALM_SECONDS
 
 
+@pytest.fixture
+def soak_only(request: pytest.FixtureRequest) -> None:
+    """Skip a scenario without --soak: it takes several minutes."""
+    if not request.config.getoption("--soak"):
+        pytest.skip("takes several minutes; `make soak` runs it")
+
+
 # --- lanes: parallel scenarios (harness/lanes.py) ---------------------------------------------------------------------
 
 

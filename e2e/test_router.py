@@ -122,6 +122,7 @@ def test_killed_engine_loses_no_request_without_first_token(
     report_measurement(f"an engine is killed under load: {report}, all of the failed ones after their first token")
 
 
+@pytest.mark.usefixtures("soak_only")
 def test_scale_to_zero_and_back_under_load_loses_no_request(
     routed: Deployment, installation: Installation, kube: Kube, namespace: str
 ) -> None:
@@ -146,6 +147,7 @@ def _scale(deployment: Deployment, count: int) -> None:
     deployment.kube.run("scale", CRD_KIND, deployment.name, f"--replicas={count}", "-n", deployment.namespace)
 
 
+@pytest.mark.usefixtures("soak_only")
 def test_rollout_of_engines_and_router_loses_no_request(
     routed: Deployment, installation: Installation, kube: Kube, namespace: str
 ) -> None:
