@@ -14,7 +14,7 @@ from trimtab_operator.tuner.moves import Reason as TunerReason
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
-EVENTS = {"PatchRejected", "ReplicasIgnored"}
+EVENTS = {"PatchRejected", "ReplicasIgnored", "SurgeUnschedulable"}
 OBJECTIVES = {"ttft": {"target": "500ms"}, "itl": {"target": "50ms", "kind": "Tokens"}}
 
 

@@ -155,11 +155,11 @@ def test_ten_thousand_images_are_400_at_once(engine: "RealEngine") -> None:
     content = [as_image("data:image/png;base64,AAAA")] * 10_000
     answer = engine.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
     assert answer.status_code == 400
-    assert "at most 4096" in answer.text
-    several = [{"role": "user", "content": content[:1000]}] * 10
+    assert "the body has too many values" in answer.text
+    several = [{"role": "user", "content": content[:100]}] * 10
     answer = engine.http.post("/v1/chat/completions", json={"messages": several})
     assert answer.status_code == 400
-    assert "the messages have 10000 images; the limit is 3 per prompt" in answer.text
+    assert "the messages have 1000 images; the limit is 3 per prompt" in answer.text
 
 
 def test_images_are_only_accepted_from_users_for_generation(engine: "RealEngine") -> None:

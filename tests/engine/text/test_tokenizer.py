@@ -159,7 +159,7 @@ def test_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
     [
         ({"tokenizer.model": "x"}, "tokenizer.model is not supported; create tokenizer.json with transformers"),
         ({"vocab.json": "{}", "merges.txt": ""}, "vocab.json is not supported"),
-        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json is not a JSON object"),
+        ({"tokenizer.json": "version https://git-lfs.github.com/spec/v1"}, "tokenizer.json is a Git LFS pointer"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "null"}, "tokenizer_config.json is not a JSON object"),
         ({"tokenizer.json": "{}"}, "KeyError: "),  # the library's text, with the exception type
     ],

@@ -85,7 +85,7 @@ async def look(
         (WELL, "cpu", []),
         (WELL, "cuda", ["Node"]),  # which GPUs there are
         (DOWN, "cpu", ["Node"]),  # is its node lost?
-        (STUCK, "cpu", ["Pod", "StatefulSet"]),  # who else is partly placed?
+        (STUCK, "cpu", ["Event", "Pod", "StatefulSet"]),  # who else is partly placed?
     ],
 )
 async def test_observe_extra_reads_depend_on_problems(
@@ -93,7 +93,7 @@ async def test_observe_extra_reads_depend_on_problems(
 ) -> None:
     cluster = ListingCluster(children, device=device)
     await look(cluster)
-    assert sorted(cluster.listed) == listed
+    assert sorted(set(cluster.listed)) == listed
 
 
 async def test_observe_reads_events_when_pods_are_missing() -> None:

@@ -21,8 +21,8 @@ PUBLIC_PORT = OtherPort(
     "public port",
     "--port",
     (
-        "/v1", "/livez", "/readyz", "/startupz", "/health", "/ping", "/version", "/metrics", "/load", "/tokenize",
-        "/detokenize",
+        "/v1", "/v2", "/score", "/rerank", "/livez", "/readyz", "/startupz", "/health", "/ping", "/version", "/metrics",
+        "/load", "/tokenize", "/detokenize",
     ),
 )  # fmt: skip
 ADMIN_PORT = OtherPort(

@@ -208,7 +208,7 @@ def test_failed_server_start_is_reported_without_leftovers(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     folder = tmp_path / "autotune"
-    words = ["autotune", str(tiny_model), "--serve-flags=--device cpu", "--result-dir"]
+    words = ["autotune", str(tiny_model), "--serve-flags=--device cpu", "--input-len=64", "--result-dir"]
     assert main([*words, str(folder)]) == 2
     assert "no safetensors or GGUF file in it" in capsys.readouterr().err
     assert not folder.exists()
