@@ -13,8 +13,6 @@ import pytest
 from trimtab_kernels.native.build import INSTRUCTION_SETS, compiler, library_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# setuptools replaces distutils unless another module has imported it before; then the first import warns.
-pytestmark = pytest.mark.filterwarnings("ignore:The distutils package is deprecated:DeprecationWarning")
 
 
 @pytest.fixture
