@@ -68,15 +68,15 @@ class Router:
     def is_usable(self) -> bool:
         return bool(self.registry.replicas(time.monotonic()))
 
-    def num_known(self, body: dict[str, Any], api_key: bytes | None = None) -> int:
+    def num_known(self, body: dict[str, Any], api_key: bytes | None = None, *, path: str = "") -> int:
         """Return how many leading keys of a request the engine has announced."""
-        keys = self.registry.routed_request(body, api_key=api_key).keys
+        keys = self.registry.routed_request(body, path=path, api_key=api_key).keys
         return self.registry.index.match(keys, time.monotonic() + 1e6).get(0, 0)
 
     async def send(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         """Send a request, and wait until it is acknowledged before the router counts it as finished."""
         now = time.monotonic()
-        number = self.registry.dispatched("a", self.registry.routed_request(body), now)
+        number = self.registry.dispatched("a", self.registry.routed_request(body, path=path), now)
         headers |= {"x-trimtab-dispatch": dispatch_header(self.registry.router_id, number)}
         response = await self._http.post(path, json=body, headers=headers)
         await until(lambda: self.state.pending_requests == 0)
@@ -222,3 +222,31 @@ async def test_predicted_hits_of_real_chats_equal_actual_hits(serve: "Serve") ->
             assert predicted == pytest.approx(actual, abs=request.tokens_per_key + 16)
             hits += actual > 0
         assert hits >= 6
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_hits_of_messages_and_responses_are_predicted(serve: "Serve", path: str) -> None:
+    if not MODEL.exists():
+        pytest.skip(f"no model at {MODEL}; make model")
+    engine = serve(*LONG, model=MODEL)
+    turns = [{"role": "user", "content": "Explain: " + TEXT * 5}]
+    later = [*turns, {"role": "assistant", "content": "Yes. " + TEXT * 3}, {"role": "user", "content": "Why?"}]
+
+    def body(conversation: list[dict[str, str]]) -> dict[str, Any]:
+        if path == "/v1/messages":
+            return {"model": "tiny", "max_tokens": 2, "system": TEXT * 12, "messages": conversation}
+        return {"model": "tiny", "max_output_tokens": 2, "instructions": TEXT * 12, "input": conversation}
+
+    async with following(engine) as router:
+        for conversation in (turns, later, turns):
+            request = router.registry.routed_request(body(conversation), path=path)
+            predicted = router.num_known(body(conversation), path=path) * request.tokens_per_key
+            response = await router.send(path, body(conversation))
+            assert response.status_code == 200, response.text
+            usage = response.json()["usage"]
+            await until(lambda: router.num_known(body(conversation), path=path) == len(request.keys))  # noqa: B023
+            details = usage.get("input_tokens_details", {})
+            actual = usage.get("cache_read_input_tokens", details.get("cached_tokens"))
+            assert predicted == pytest.approx(actual, abs=request.tokens_per_key + 16)
+        assert actual > 0

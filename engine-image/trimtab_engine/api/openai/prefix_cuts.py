@@ -14,14 +14,12 @@ from trimtab_engine.messages.state_stream import PrefixCuts
 from trimtab_engine.state_stream.key_ends import align_token_bytes, text_ends, token_ends
 from trimtab_engine.text.tokenizer import LONG_TEXT_CHARACTERS, Tokenizer, well_formed
 
-ROUTES_WITH_KEYS = ("/v1/completions", "/v1/chat/completions")
-"""Routes whose bodies have a canonical form."""
 TOKEN_ID_BYTES = 4
 
 
 async def canonical_forms(state: ServerState, request: Request, body: GenerationRequest) -> list[CanonicalPrompt]:
     """Return the canonical form of each prompt; an empty list if no router listens."""
-    if not state.core.state.reports_state or request.url.path not in ROUTES_WITH_KEYS:
+    if not state.core.state.reports_state:
         return []
     parsed = await request.json()  # parsed before, for validation
     return canonical_prompts(
