@@ -17,8 +17,7 @@ from trimtab_operator.cli.cluster import Cluster, Context, Namespace
 from trimtab_operator.cli.shared import exit_with_error
 from trimtab_operator.cli.why_command import Output
 from trimtab_operator.resource.crd import structural
-from trimtab_operator.resource.live_parameters import live_parameters
-from trimtab_operator.resource.spec import PAUSED, InferenceDeployment, Spec
+from trimtab_operator.resource.spec import PAUSED, Spec
 
 Name = Annotated[str, typer.Argument(help="Name of the InferenceDeployment.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Validate the change in the cluster, but do not make it.")]
@@ -209,19 +208,11 @@ def exported(resource: Mapping[str, Any]) -> Json:
         metadata["annotations"] = annotations
     spec: Json = json.loads(json.dumps(resource["spec"]))
     applied = ((resource.get("status") or {}).get("tuning") or {}).get("applied") or {}
-    parsed = InferenceDeployment.parse(dict(resource), default_image="unset").spec
-    fields = {_camel(parameter.field): parameter for parameter in live_parameters(parsed)}
+    fields = structural(Spec)["properties"]["engine"]["properties"]
     for field, value in applied.items():
-        if field in fields or field in LIVE_FIELDS:
-            kind = structural(Spec)["properties"]["engine"]["properties"].get(field, {}).get("type")
-            if kind is not None:
-                spec.setdefault("engine", {})[field] = int(value) if kind == "integer" else str(value)
+        if field in fields:
+            spec.setdefault("engine", {})[field] = int(value) if fields[field].get("type") == "integer" else str(value)
     return {"apiVersion": resource["apiVersion"], "kind": resource["kind"], "metadata": metadata, "spec": spec}
-
-
-def _camel(name: str) -> str:
-    head, *rest = name.split("_")
-    return head + "".join(part.title() for part in rest)
 
 
 def pause(name: Name, namespace: Namespace = None, context: Context = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trimtab_operator.resource.spec import Spec
+from trimtab_operator.validation.engine_flags import spelled
 
 SCHEDULING_POLICY_FLAGS = ("--scheduling-policy", "--ttft-target", "--ttft-target-per-prompt-token")
 
@@ -12,6 +13,6 @@ SCHEDULING_POLICY_FLAGS = ("--scheduling-policy", "--ttft-target", "--ttft-targe
 def scheduling_flags(spec: Spec) -> Iterator[tuple[int, str]]:
     """Yield the index and name of each flag in `spec.runtime.args` that sets the scheduling policy."""
     for index, argument in enumerate(spec.runtime.args):
-        flag = argument.split("=", 1)[0].replace("_", "-")
+        flag = spelled(argument)
         if flag in SCHEDULING_POLICY_FLAGS:
             yield index, flag

@@ -8,11 +8,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 
 from trimtab_engine.api.anthropic.protocol import CountTokensRequest, MessagesRequest
 from trimtab_engine.api.anthropic.writer import MessageWriter, error_body
-from trimtab_engine.api.http.errors import ApiError, validation_error
+from trimtab_engine.api.http.errors import ApiError, validated, validation_error
 from trimtab_engine.api.http.long_json import long_json
 from trimtab_engine.api.http.request_identity import request_id_of
 from trimtab_engine.api.http.streaming import EventStream, cancel_on_disconnect
@@ -53,7 +52,8 @@ def anthropic_router(state: ServerState) -> APIRouter:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         serving = state.require_generation()
         with state.track_generation() as until:
-            chat = _chat_request(state, body)
+            has_parser = state.options.reasoning_parser is not None
+            chat = validated(lambda: body.chat_request(has_reasoning_parser=has_parser))
             prepared = await prepare_chat(state, serving, chat, request)
             reader = MessageReader.start(state, serving, prepared, until)
             writer = MessageWriter(f"msg_{request_id_of(request)}", body.model)
@@ -67,26 +67,12 @@ def anthropic_router(state: ServerState) -> APIRouter:
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
         serving = state.require_serving()
         state.check_model(body.model)
-        chat = _validated(ChatRequest, body.chat_fields())
+        chat = validated(lambda: ChatRequest.model_validate(body.chat_fields()))
         tools = chat.for_template(template_knows_tools=serving.renderer.uses_tools)
         text = await render_chat(serving, chat.messages, chat, tools=tools)
         return {"input_tokens": len(await tokenize_bounded(serving, text, "messages", add_special_tokens=False))}
 
     return router
-
-
-def _chat_request(state: ServerState, body: MessagesRequest) -> ChatRequest:
-    try:
-        return body.chat_request(has_reasoning_parser=state.options.reasoning_parser is not None)
-    except ValidationError as error:
-        raise validation_error(error.errors()) from None
-
-
-def _validated(model: type[ChatRequest], fields: dict[str, Any]) -> ChatRequest:
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise validation_error(error.errors()) from None
 
 
 async def _stream(reader: MessageReader, writer: MessageWriter) -> AsyncGenerator[str, None]:

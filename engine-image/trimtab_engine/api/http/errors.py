@@ -4,16 +4,18 @@ exceptions.
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from trimtab_engine.api.http.path_errors import OtherPort, unknown_path_message, unsupported_method_message
 from trimtab_engine.errors import EngineDead
 
+Model = TypeVar("Model")
 TYPE_NAME = re.compile(r"^(str|int|float|bool|none|dict|list)$|[\[\]()-]")
 NOT_AN_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 """Pydantic's error types for a value that should be an object."""
@@ -90,6 +92,14 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     sent_as = request.headers.get("content-type", JSON)
     return validation_error(error.errors(), error.body, sent_as).response()
+
+
+def validated(build: Callable[[], Model]) -> Model:
+    """Return what `build` returns, and raise pydantic's errors as a 400."""
+    try:
+        return build()
+    except ValidationError as error:
+        raise validation_error(error.errors()) from None
 
 
 def validation_error(findings: Any, body: Any = None, sent_as: str = JSON) -> ApiError:

@@ -6,7 +6,6 @@ import operator
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -149,7 +148,6 @@ async def _embedded(
     with state.track_generation() as until:
         state.check_model(body.model)
         plan = await build_embedding_plan(state, serving, body.embedding_request(texts), request)
-        plan = replace(plan, pooling=serving.facts.tasks.pooler.pooling(dimensions=None, normalize=True))
         results = await cancel_on_disconnect(request, embed(state, serving, plan, bytes, until))
     return plan, [array("f", one.written) for one in results]
 

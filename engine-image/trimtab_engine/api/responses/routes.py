@@ -5,16 +5,14 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
 
-from trimtab_engine.api.http.errors import ApiError, invalid, validation_error
+from trimtab_engine.api.http.errors import ApiError, invalid, validated
 from trimtab_engine.api.http.get_and_head import get_and_head
 from trimtab_engine.api.http.long_json import long_json
 from trimtab_engine.api.http.request_identity import key_salt
 from trimtab_engine.api.http.streaming import EventStream, cancel_on_disconnect
 from trimtab_engine.api.openai.message_reader import MessageDelta, MessageReader
 from trimtab_engine.api.openai.preparation import prepare_chat
-from trimtab_engine.api.openai.protocol import ChatRequest
 from trimtab_engine.api.openai.state import ServerState
 from trimtab_engine.api.responses.protocol import ResponsesRequest
 from trimtab_engine.api.responses.store import ResponseStore, StoredResponse
@@ -32,7 +30,8 @@ def responses_router(state: ServerState) -> APIRouter:
         owner = key_salt(request)
         with state.track_generation() as until:
             earlier = _earlier_messages(state, store, owner, body)
-            chat = _chat_request(state, body, earlier)
+            has_parser = state.options.reasoning_parser is not None
+            chat = validated(lambda: body.chat_request(earlier, has_reasoning_parser=has_parser))
             prepared = await prepare_chat(state, serving, chat, request)
             reader = MessageReader.start(state, serving, prepared, until)
             writer = ResponseWriter(new_id("resp"), state.check_model(body.model), body, reader)
@@ -104,13 +103,6 @@ def _earlier_messages(state: ServerState, store: ResponseStore, owner: str, body
             code="previous_response_not_found",
         )
     return found.messages
-
-
-def _chat_request(state: ServerState, body: ResponsesRequest, earlier: list[Json]) -> ChatRequest:
-    try:
-        return body.chat_request(earlier, has_reasoning_parser=state.options.reasoning_parser is not None)
-    except ValidationError as error:
-        raise validation_error(error.errors()) from None
 
 
 def _input_items(body: ResponsesRequest) -> list[Json]:
