@@ -124,6 +124,7 @@ def test_count_tokens_equals_usage(client: anthropic.Anthropic) -> None:
         ({"temperature": 2.0}, "temperature"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "runs on Anthropic's servers"),
         ({"tool_choice": {"type": "tool"}}, "name is required with type tool"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"unknown": 1}, "unrecognized request argument: unknown"),
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
     ],

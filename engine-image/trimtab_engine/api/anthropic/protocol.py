@@ -22,7 +22,6 @@ WITHOUT_EFFECT = frozenset(
         "service_tier",
         "inference_geo",
         "context_management",
-        "output_config",
         "betas",
         "caller",
         "eager_input_streaming",
@@ -186,6 +185,13 @@ class Thinking(_Strict):
     display: str | None = None
 
 
+class OutputConfig(_Strict):
+    """`effort` has no effect. A format would constrain the answer and is not supported."""
+
+    effort: str | None = None
+    format: None = None
+
+
 class CountTokensRequest(_Strict):
     """Body of POST /v1/messages/count_tokens: what determines the prompt."""
 
@@ -195,6 +201,7 @@ class CountTokensRequest(_Strict):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
     @property
     def shows_thinking(self) -> bool:
