@@ -2,67 +2,71 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from trimtab_kernels.native.build import INSTRUCTION_SETS, compiler, library_name
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+BUILD = """
+from setuptools import Distribution
+command = setup["BuildPy"](Distribution({"packages": []}))
+command.build_lib = folder
+command.ensure_finalized()
+command.editable_mode = is_editable
+command.run()
+"""
+TAG = """
+from pathlib import Path
+print(setup["platform_tag"](sorted(Path(folder).rglob("*.so"))))
+"""
 
 
-@pytest.fixture
-def setup_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trimtab_setup", REPOSITORY / "setup.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "trimtab_setup", module)
-    spec.loader.exec_module(module)
-    return module
+def run_with_setup(script: str, folder: Path, *, is_editable: bool = False, **environment: str) -> tuple[str, str]:
+    """Run `script` with the names of setup.py in a process of its own, and return its standard output and error.
+
+    setuptools replaces distutils for a whole process, which fails if another module has imported pip before.
+    """
+    prefix = f"import runpy; setup = runpy.run_path('setup.py'); folder = {str(folder)!r}; is_editable = {is_editable}"
+    completed = subprocess.run(
+        [sys.executable, "-c", f"{prefix}\n{script}"],
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return completed.stdout.strip(), completed.stderr
 
 
-def build(module: ModuleType, folder: Path, *, is_editable: bool = False) -> Path:
-    """Run build_py for a distribution without packages, and return the folder of compiled operators."""
-    distribution = importlib.import_module("setuptools").Distribution({"packages": []})
-    command = module.BuildPy(distribution)
-    command.build_lib = str(folder)
-    command.ensure_finalized()
-    command.editable_mode = is_editable
-    command.run()
-    return folder / "trimtab_kernels" / "native" / "compiled"
-
-
-def test_wheel_contains_every_instruction_set(setup_module: ModuleType, tmp_path: Path) -> None:
+def test_wheel_contains_every_instruction_set(tmp_path: Path) -> None:
     if compiler() is None:
         pytest.skip("no C compiler here")
-    libraries = list(build(setup_module, tmp_path).glob("*.so"))
+    run_with_setup(BUILD, tmp_path)
+    libraries = tmp_path.rglob("*.so")
     expected = [library_name(name) for name in INSTRUCTION_SETS.get(platform.machine(), {})]
     assert sorted(path.name for path in libraries) == sorted(expected)
-    assert setup_module.platform_tag(libraries).endswith(f"linux_2_17_{platform.machine()}")
+    assert run_with_setup(TAG, tmp_path)[0].endswith(f"linux_2_17_{platform.machine()}")
 
 
-def test_wheel_without_compiler_has_a_warning(
-    setup_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert list(build(setup_module, tmp_path).glob("*.so")) == []
-    assert "compiles them at first use" in capsys.readouterr().err
+def test_wheel_without_compiler_has_a_warning(tmp_path: Path) -> None:
+    _, error = run_with_setup(BUILD, tmp_path, CC="no-such-compiler")
+    assert list(tmp_path.rglob("*.so")) == []
+    assert "compiles them at first use" in error
 
 
-def test_editable_installation_compiles_nothing(setup_module: ModuleType, tmp_path: Path) -> None:
-    assert not build(setup_module, tmp_path, is_editable=True).exists()
+def test_editable_installation_compiles_nothing(tmp_path: Path) -> None:
+    run_with_setup(BUILD, tmp_path, is_editable=True)
+    assert list(tmp_path.rglob("*.so")) == []
 
 
 @pytest.mark.parametrize(
     ("symbols", "tag"), [(b"GLIBC_2.2.5\0GLIBC_2.14\0", "manylinux_2_17"), (b"GLIBC_2.34\0", "linux"), (b"", "linux")]
 )
-def test_platform_tag_follows_the_newest_glibc_symbol(
-    setup_module: ModuleType, tmp_path: Path, symbols: bytes, tag: str
-) -> None:
+def test_platform_tag_follows_the_newest_glibc_symbol(tmp_path: Path, symbols: bytes, tag: str) -> None:
     (tmp_path / "a.so").write_bytes(symbols)
-    assert setup_module.platform_tag([tmp_path / "a.so"]) == f"{tag}_{platform.machine()}"
+    assert run_with_setup(TAG, tmp_path)[0] == f"{tag}_{platform.machine()}"

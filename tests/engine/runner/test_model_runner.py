@@ -84,7 +84,7 @@ def test_dummy_weights_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
 
 def test_max_model_len_above_the_models_is_refused(tmp_path: Path) -> None:
     assert a_runner(tmp_path, max_model_len=100).facts.max_model_len == 100
-    with pytest.raises(ConfigError, match="allow 1 to 256"):
+    with pytest.raises(ConfigError, match="to 256, the model's positions"):
         a_runner(tmp_path, max_model_len=257)
 
 
