@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-if TYPE_CHECKING:
-    from trimtab_router.proxy.binding import BindableRequest
-    from trimtab_router.proxy.exchange import Exchange
-    from trimtab_router.scoring.state import Choice
+from trimtab_router.scoring.state import Choice, RoutedRequest
 
 PREFIX = "trimtab_router_"
 MAX_TENANT_LABELS = 20
@@ -116,12 +112,11 @@ class RouterMetrics:
         """Record the arrival of a request for the model."""
         self._prompt_tokens.inc(prompt_tokens)
 
-    def bound(self, request: BindableRequest, choice: Choice, now: float) -> None:
-        """Record the choice of a replica."""
-        assert request.description is not None
+    def bound(self, request: RoutedRequest, choice: Choice, queue_seconds: float) -> None:
+        """Record the choice of a replica for a request that has waited for some time."""
         best = choice.best
         self._cached.inc(best.cached_tokens)
-        self._uncached.inc(max(request.description.routed.prompt_tokens - best.cached_tokens, 0))
+        self._uncached.inc(max(request.prompt_tokens - best.cached_tokens, 0))
         rule = self._choices.get(choice.rule)
         if rule is None:
             rule = self._choices[choice.rule] = self._rules.labels(choice.rule)
@@ -130,17 +125,14 @@ class RouterMetrics:
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = self._queue.labels(str(key[0]), key[1])
-        queue.observe(now - request.arrived_at)
+        queue.observe(queue_seconds)
 
-    def first_byte(self, exchange: Exchange, now: float) -> None:
-        """Record the first byte of a response's body."""
-        if exchange.choice is None or not exchange.is_event_stream or exchange.dispatched_at is None:
-            return
-        actual, predicted = now - exchange.dispatched_at, exchange.choice.best.predicted_ttft
-        self._actual.observe(actual)
-        if predicted > 0:
-            self._predicted.observe(predicted)
-            self._ratio.observe(actual / predicted)
+    def first_byte(self, actual_seconds: float, predicted_seconds: float) -> None:
+        """Record the time to the first byte of a streamed answer; the prediction is 0 if there was none."""
+        self._actual.observe(actual_seconds)
+        if predicted_seconds > 0:
+            self._predicted.observe(predicted_seconds)
+            self._ratio.observe(actual_seconds / predicted_seconds)
 
     def usage(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Record the usage in an answer."""

@@ -207,7 +207,8 @@ class Binder:
         )
 
     def _bind(self, request: BindableRequest, choice: Choice, now: float) -> None:
-        self._metrics.bound(request, choice, now)
+        assert request.description is not None
+        self._metrics.bound(request.description.routed, choice, now - request.arrived_at)
         request.bind(choice, now)
 
     def _reject(self, request: BindableRequest, now: float) -> None:

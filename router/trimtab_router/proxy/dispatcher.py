@@ -230,7 +230,8 @@ class Dispatcher:
         exchange.first_byte_at = now = monotonic()
         if exchange.number is not None:
             self.registry.first_byte(exchange.replica_name, exchange.number)
-        self.metrics.first_byte(exchange, now)
+        if exchange.choice is not None and exchange.is_event_stream and exchange.dispatched_at is not None:
+            self.metrics.first_byte(now - exchange.dispatched_at, exchange.choice.best.predicted_ttft)
 
     def on_usage(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Record the usage that a replica has reported."""
