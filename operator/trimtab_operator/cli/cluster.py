@@ -5,6 +5,7 @@ Errors end the command with one line: what failed, and what to do.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,14 @@ Namespace = Annotated[
 ]
 Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig. Default: the current context.")]
 Answer = TypeVar("Answer")
+
+
+class ApiError(Exception):
+    """An error response of the API server, or of a pod or Service behind its proxy."""
+
+    def __init__(self, status: int, reason: str, body: bytes) -> None:
+        self.status, self.reason, self.body = status, reason, body
+        super().__init__(f"{status} {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +127,62 @@ class Cluster:
         data: Mapping[str, str] = found.data or {}
         return data
 
+    def get(self, path: str, **query: str | int) -> dict[str, Any]:
+        """Return the object at a path of the API."""
+        return self._checked(json.loads(self.request("GET", path, query=query).read()), "metadata")
+
+    def find(self, path: str, **query: str | int) -> dict[str, Any] | None:
+        """Return the object at a path of the API, or None if it does not exist or cannot be read."""
+        try:
+            found = json.loads(self.open("GET", path, query=query).read())
+        except (ApiError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def text(self, path: str, **query: str | int) -> bytes | None:
+        """Return the body at a path of the API, such as a proxied page. None if it cannot be read."""
+        try:
+            body: bytes = self.open("GET", path, query=query).read()
+        except ApiError:
+            return None
+        return body
+
+    def request(
+        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Any = None, seconds: float = 0
+    ) -> Any:
+        """Send a request, and return the response. An error response ends the command."""
+        try:
+            return self.open(method, path, query=query, body=body, seconds=seconds)
+        except ApiError as error:
+            self._exit_with_api_error(error, None)
+
+    def open(
+        self, method: str, path: str, *, query: Mapping[str, Any] | None = None, body: Any = None, seconds: float = 0
+    ) -> Any:
+        """Send a request, and return the response, whose body may be read as a stream.
+
+        Raises:
+            ApiError: The API server, or the pod or Service behind its proxy, responded with an error.
+        """
+        import urllib3.exceptions
+
+        parameters = self.client.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "*/*", "Content-Type": "application/json"},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        timeout = (REQUEST_SECONDS, seconds or REQUEST_SECONDS)
+        try:
+            response = self.client.call_api(*parameters, _request_timeout=timeout)
+        except urllib3.exceptions.HTTPError as error:
+            exit_with_error(f"{self.command}: cannot reach the API server at {self.host}: {_reason(error)}")
+        if response.status >= BAD_REQUEST:
+            raise ApiError(response.status, response.reason or "", response.read())
+        return response
+
     def _objects(self) -> Any:
         import kubernetes.client
 
@@ -154,6 +219,19 @@ class Cluster:
         if error.status in (BAD_REQUEST, CONFLICT, INVALID):
             exit_with_error(f"{self.command}: rejected: {message}")
         exit_with_error(f"{self.command}: API server error {error.status}: {message}")
+
+
+def has_kubeconfig(context: str | None) -> bool:
+    """Return True if a kubeconfig with this context, or with a current one, exists."""
+    import kubernetes.config
+    import yaml
+
+    config: Any = kubernetes.config  # its functions have no types
+    try:
+        contexts, _ = config.list_kube_config_contexts(config_file=os.environ.get("KUBECONFIG"))
+    except (kubernetes.config.ConfigException, OSError, yaml.YAMLError, ValueError, TypeError, AttributeError):
+        return False
+    return context is None or any(entry["name"] == context for entry in contexts)
 
 
 def _reason(error: Exception) -> str:

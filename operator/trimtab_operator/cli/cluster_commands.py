@@ -8,20 +8,20 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from trimtab_operator.builders.record import LIVE_FIELDS
 from trimtab_operator.cli.cluster import Cluster, Context, Namespace
+from trimtab_operator.cli.names import complete_name
 from trimtab_operator.cli.shared import exit_with_error
+from trimtab_operator.cli.terminal_output import new_console, new_table
 from trimtab_operator.cli.why_command import Output
 from trimtab_operator.resource.crd import structural
 from trimtab_operator.resource.spec import PAUSED, Spec
 
-Name = Annotated[str, typer.Argument(help="Name of the InferenceDeployment.")]
+Name = Annotated[str, typer.Argument(help="Name of the InferenceDeployment.", autocompletion=complete_name)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Validate the change in the cluster, but do not make it.")]
-PIPED_WIDTH = 160  # columns without a terminal
 SHOWN_CONDITIONS = ("Ready", "Progressing", "TuningActive", "MetricsAvailable", "ScalingLimited", "Degraded")
 SERVER_METADATA = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -29,7 +29,10 @@ Json = dict[str, Any]
 
 
 def status(
-    name: Annotated[str | None, typer.Argument(help="Name of the InferenceDeployment. Default: list all.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Name of the InferenceDeployment. Default: list all.", autocompletion=complete_name),
+    ] = None,
     namespace: Namespace = None,
     all_namespaces: Annotated[
         bool, typer.Option("--all-namespaces", "-A", help="List the deployments of all namespaces.")
@@ -47,9 +50,7 @@ def status(
     if output is Output.JSON:
         typer.echo(json.dumps(found[0] if name else found, indent=2))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPED_WIDTH
+    console = new_console()
     if name:
         _print_one(console, found[0])
     elif found:
@@ -60,7 +61,7 @@ def status(
 
 def _list_table(resources: Sequence[Json], *, with_namespace: bool) -> Table:
     columns = [*(["NAMESPACE"] if with_namespace else []), "NAME", "READY", "PHASE", "TUNING", "MODEL", "LAST DECISION"]
-    table = _table(*columns)
+    table = new_table(*columns)
     for resource in resources:
         metadata, state = resource["metadata"], resource.get("status") or {}
         history = (state.get("tuning") or {}).get("history") or [{}]
@@ -85,19 +86,19 @@ def _print_one(console: Console, resource: Json) -> None:
     )
     if state.get("url"):
         console.print(f"serves {state.get('model', '')} at {state['url']}")
-    groups = _table("REPLICA", "PHASE", "REVISION", "LOADING", "MESSAGE")
+    groups = new_table("REPLICA", "PHASE", "REVISION", "LOADING", "MESSAGE")
     for group in state.get("groups") or ():
         load = group.get("load")
         loading = f"{load['stage']} {load['percent']} %" if load and load["stage"] != "ready" else ""
         groups.add_row(group["name"], group["phase"], group["revision"], loading, group.get("message", ""))
     if groups.row_count:
         console.print(groups)
-    parameters = _table("PARAMETER", "CONFIGURED", "EFFECTIVE", "RECOMMENDED", "CHANGE")
+    parameters = new_table("PARAMETER", "CONFIGURED", "EFFECTIVE", "RECOMMENDED", "CHANGE")
     for row in parameter_rows(resource):
         parameters.add_row(*row)
     if parameters.row_count:
         console.print(parameters)
-    conditions = _table("CONDITION", "STATUS", "REASON", "MESSAGE")
+    conditions = new_table("CONDITION", "STATUS", "REASON", "MESSAGE")
     for condition in state.get("conditions") or ():
         if condition["type"] in SHOWN_CONDITIONS:
             conditions.add_row(
@@ -129,17 +130,14 @@ def _is_paused(resource: Mapping[str, Any]) -> bool:
     return str(annotations.get(PAUSED, "false")) != "false"
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column not in ("MESSAGE", "LAST DECISION"))
-    return table
-
-
 def set_fields(
     name: Name,
     values: Annotated[
-        list[str], typer.Argument(help="FIELD=VALUE; a field of spec.engine, or its path, such as spec.replicas.")
+        list[str],
+        typer.Argument(
+            help="FIELD=VALUE; a field of spec.engine, or its path, such as spec.replicas.",
+            autocompletion=complete_field,
+        ),
     ],
     namespace: Namespace = None,
     context: Context = None,
@@ -156,6 +154,16 @@ def set_fields(
         field = path.removeprefix("spec.engine.")
         effect = "live: running requests continue" if field in LIVE_FIELDS else "rolling: replicas are replaced"
         typer.echo(f"{path} = {json.dumps(value)}  ({effect}){' (dry run)' if dry_run else ''}")
+
+
+def complete_field(incomplete: str) -> list[str]:
+    """Return the fields of spec.engine, or the values of an enumeration, that begin with `incomplete`."""
+    fields = structural(Spec)["properties"]["engine"]["properties"]
+    name, equals, _ = incomplete.partition("=")
+    found = (
+        [f"{name}={value}" for value in fields.get(name, {}).get("enum", ())] if equals else [f"{f}=" for f in fields]
+    )
+    return [word for word in found if word.startswith(incomplete)]
 
 
 def _change(text: str) -> tuple[str, Any]:

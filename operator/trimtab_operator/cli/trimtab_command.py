@@ -16,12 +16,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from trimtab_operator.cli import cluster_commands, engine_commands, migrate_command, replay_command
+from trimtab_operator.cli import (
+    cluster_commands,
+    engine_commands,
+    migrate_command,
+    pod_commands,
+    replay_command,
+)
+from trimtab_operator.cli.doctor_command import doctor
+from trimtab_operator.cli.history_command import history
 from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.operator_command import render, validate
 from trimtab_operator.cli.plan_report import LayoutPlan, heading, legend, reasons, rejected_table, rows_table, to_json
+from trimtab_operator.cli.report_command import report
 from trimtab_operator.cli.shared import HELP, exit_with_error, parse_gpu, version_callback
 from trimtab_operator.cli.simulate_command import simulate
+from trimtab_operator.cli.top_command import top
 from trimtab_operator.cli.why_command import why
 from trimtab_operator.layout.check import longer_than_positions, no_such_arithmetic
 from trimtab_operator.layout.cost import NETWORK_GIGABITS, Hardware
@@ -48,7 +58,11 @@ trimtab bench serve --model MODEL
 
 trimtab status NAME -n NAMESPACE
 
+trimtab top -n NAMESPACE
+
 trimtab why NAME -n NAMESPACE
+
+trimtab doctor
 
 trimtab replay --prometheus http://localhost:9090 --from 2h -f deployment.yaml"""
 
@@ -78,11 +92,18 @@ app.command("replay", help=replay_command.ABOUT, epilog=replay_command.EXAMPLES,
     replay_command.replay_recording
 )
 app.command(rich_help_panel=CLUSTER)(cluster_commands.status)
+app.command(rich_help_panel=CLUSTER)(top)
 app.command(rich_help_panel=CLUSTER)(why)
+app.command(rich_help_panel=CLUSTER)(history)
+app.command(rich_help_panel=CLUSTER)(pod_commands.logs)
+app.command(rich_help_panel=CLUSTER)(pod_commands.chat)
 app.command("set", rich_help_panel=CLUSTER)(cluster_commands.set_fields)
 app.command(rich_help_panel=CLUSTER)(cluster_commands.export)
 app.command(rich_help_panel=CLUSTER)(cluster_commands.pause)
 app.command(rich_help_panel=CLUSTER)(cluster_commands.resume)
+app.command(rich_help_panel=CLUSTER)(pod_commands.drain)
+app.command(rich_help_panel=CLUSTER)(doctor)
+app.command(rich_help_panel=CLUSTER)(report)
 
 
 class Output(StrEnum):

@@ -17,6 +17,7 @@ import typer
 from trimtab_operator.builders.config_map import STATE_KEY
 from trimtab_operator.builders.labels import tuning_name_of
 from trimtab_operator.cli.cluster import Cluster, Context, Namespace
+from trimtab_operator.cli.names import complete_name
 from trimtab_operator.planning.gpu_budget import OVER_BUDGET
 from trimtab_operator.planning.scheduling_policy import describe_policy, stored_scheduling
 from trimtab_operator.resource.signed_text import read_unverified
@@ -43,7 +44,7 @@ class Found:
 
 
 def why(
-    name: Annotated[str, typer.Argument(help="Name of the InferenceDeployment.")],
+    name: Annotated[str, typer.Argument(help="Name of the InferenceDeployment.", autocompletion=complete_name)],
     namespace: Namespace = None,
     context: Context = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="Output format: text or json.")] = Output.TEXT,
