@@ -29,6 +29,7 @@ from trimtab_operator.cli.model_argument import facts_of
 from trimtab_operator.cli.operator_command import render, validate
 from trimtab_operator.cli.plan_report import LayoutPlan, heading, legend, reasons, rejected_table, rows_table, to_json
 from trimtab_operator.cli.report_command import report
+from trimtab_operator.cli.run_command import catalogue, install, run
 from trimtab_operator.cli.shared import HELP, exit_with_error, parse_gpu, version_callback
 from trimtab_operator.cli.simulate_command import simulate
 from trimtab_operator.cli.top_command import top
@@ -91,6 +92,9 @@ app.command(rich_help_panel=PLANNING)(simulate)
 app.command("replay", help=replay_command.ABOUT, epilog=replay_command.EXAMPLES, rich_help_panel=PLANNING)(
     replay_command.replay_recording
 )
+app.command(rich_help_panel=PLANNING)(catalogue)
+app.command(rich_help_panel=CLUSTER)(install)
+app.command(rich_help_panel=CLUSTER)(run)
 app.command(rich_help_panel=CLUSTER)(cluster_commands.status)
 app.command(rich_help_panel=CLUSTER)(top)
 app.command(rich_help_panel=CLUSTER)(why)
