@@ -79,7 +79,9 @@ def test_rollback_page_commands_recover(bare_cluster: Installation, smollm2: Dep
     ready = condition(broken, "Ready")
     assert ready is not None
     assert (ready["status"], ready["reason"]) == ("False", "RolledBack")
-    assert "--tokenizer=/models/no-such-folder" in broken["spec"]["runtime"]["args"], "the operator changed the owner's spec"
+    assert "--tokenizer=/models/no-such-folder" in broken["spec"]["runtime"]["args"], (
+        "the operator changed the owner's spec"
+    )
     assert EXPECTED in ask(smollm2).text
     run_blocks(bare_cluster, [found["mend"]], timeout_seconds=COMMAND_SECONDS)
     assert EXPECTED in ask(smollm2).text
