@@ -17,6 +17,7 @@ from trimtab_operator.layout.cost import Hardware
 from trimtab_operator.layout.facts import ModelFacts, facts_of_config
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.memory_fit import Envelope
+from trimtab_operator.layout.node_gpus import GPU_RESOURCE
 from trimtab_operator.layout.ranking import Cluster, Row, rank_layouts
 from trimtab_operator.resource.spec import GROUP, KIND, VERSION, Parallelism
 
@@ -90,6 +91,6 @@ def build_manifest(
         spec |= {"parallelism": degrees} if degrees else {}
     spec |= {} if max_model_len is None else {"engine": {"maxModelLen": max_model_len}}
     if device == "cuda":
-        tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        tolerations = [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]
         spec["template"] = {"spec": {"tolerations": tolerations}}
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": name}, "spec": spec}

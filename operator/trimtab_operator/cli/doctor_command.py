@@ -17,14 +17,15 @@ from rich.text import Text
 from trimtab_operator.cli.cluster import Cluster, Context, Namespace, has_kubeconfig
 from trimtab_operator.cli.terminal_output import new_console, new_table
 from trimtab_operator.cli.why_command import Output
+from trimtab_operator.layout.node_gpus import GPU_RESOURCE, num_gpus
+from trimtab_operator.observed.groups import is_pod_ready
 from trimtab_operator.resource.crd import structural
-from trimtab_operator.resource.quantity import parse_quantity
+from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import GROUP, PLURAL, VERSION, Spec
 
 EXIT_PROBLEMS = 1
 MIN_KUBERNETES = (1, 20)  # as the chart's kubeVersion
 OPERATOR_SELECTOR = "app.kubernetes.io/part-of=trimtab,app.kubernetes.io/component=operator"
-GPU_RESOURCE = "nvidia.com/gpu"
 Json = Mapping[str, Any]
 
 
@@ -52,9 +53,9 @@ class Facts:
 
     version: Json | None
     crd: Json | None
-    operators: Sequence[Json] | None
+    operators: Sequence[Manifest] | None
     """Pods of the operator in all namespaces."""
-    nodes: Sequence[Json] | None
+    nodes: Sequence[Manifest] | None
     webhooks: Sequence[Json] | None
     groups: frozenset[str]
     """API groups with versions, such as monitoring.coreos.com/v1."""
@@ -140,7 +141,7 @@ def check_machine(*, has_kubeconfig: bool, which: Callable[[str], str | None]) -
     """Check the programs on this machine."""
     checks = [
         Check("trimtab", Verdict.OK, f"version {version('trimtab')}"),
-        _program(which, "kubectl", "`trimtab board` and completion of names use it"),
+        _program(which, "kubectl", "completion of names uses it"),
         _program(which, "helm", "`trimtab install` uses it"),
     ]
     if not has_kubeconfig:
@@ -210,7 +211,7 @@ def _operator(facts: Facts) -> Check:
         )
     if not facts.operators:
         return Check(name, Verdict.PROBLEM, "no operator pod in any namespace", "run trimtab install")
-    ready = [pod for pod in facts.operators if _is_ready(pod)]
+    ready = [pod for pod in facts.operators if is_pod_ready(pod)]
     namespaces = ", ".join(sorted({pod["metadata"]["namespace"] for pod in facts.operators}))
     message = f"{len(ready)} of {len(facts.operators)} pods ready in {namespaces}"
     if not ready:
@@ -218,11 +219,6 @@ def _operator(facts: Facts) -> Check:
         remedy = f"kubectl -n {first['namespace']} describe pod {first['name']}"
         return Check(name, Verdict.PROBLEM, message, remedy)
     return Check(name, Verdict.OK, message)
-
-
-def _is_ready(pod: Json) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(entry.get("type") == "Ready" and entry.get("status") == "True" for entry in conditions)
 
 
 def _webhook(facts: Facts) -> Check:
@@ -249,26 +245,20 @@ def _gpus(facts: Facts) -> Check:
     name = "GPUs"
     if facts.nodes is None:
         return Check(name, Verdict.WARNING, "no permission to list nodes", "repeat it as an administrator")
-    count = sum(int(parse_quantity(_allocatable(node).get(GPU_RESOURCE, "0"))) for node in facts.nodes)
-    if count == 0:
+    counts = [count for count in map(num_gpus, facts.nodes) if count]
+    if not counts:
         labelled = [node for node in facts.nodes if _has_gpu_label(node)]
         message = f"no node offers {GPU_RESOURCE}"
         if labelled:
             message += f", although {len(labelled)} are labelled as GPU nodes"
         remedy = "install NVIDIA's device plugin or GPU operator; without GPUs, set runtime.device: cpu"
         return Check(name, Verdict.WARNING, message, remedy)
-    with_gpus = sum(1 for node in facts.nodes if _allocatable(node).get(GPU_RESOURCE, "0") != "0")
-    return Check(name, Verdict.OK, f"{count} GPUs on {with_gpus} nodes")
+    return Check(name, Verdict.OK, f"{sum(counts)} GPUs on {len(counts)} nodes")
 
 
-def _allocatable(node: Json) -> Json:
-    found: Json = (node.get("status") or {}).get("allocatable") or {}
-    return found
-
-
-def _has_gpu_label(node: Json) -> bool:
+def _has_gpu_label(node: Manifest) -> bool:
     labels = node["metadata"].get("labels") or {}
-    return any(label.startswith("nvidia.com/gpu") for label in labels)
+    return any(label.startswith(GPU_RESOURCE) for label in labels)
 
 
 def _storage(facts: Facts) -> Check:

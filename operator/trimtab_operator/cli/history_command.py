@@ -88,23 +88,26 @@ def entries_of(name: str, events: Iterable[Mapping[str, Any]], decisions: Iterab
 
 def _events(name: str, events: Iterable[Mapping[str, Any]]) -> Iterator[Entry]:
     for event in events:
-        about = event.get("involvedObject") or {}
-        of = str(about.get("name", ""))
-        is_own = about.get("kind") == KIND and of == name
-        if is_own or is_child_name(of, name):
+        if is_about(event, name):
+            about = event["involvedObject"]
+            of = KIND if about.get("kind") == KIND else f"{about.get('kind', '')}/{about.get('name', '')}"
             series = event.get("series") or {}
             at = series.get("lastObservedTime") or event.get("lastTimestamp") or event.get("eventTime")
             created = (event.get("metadata") or {}).get("creationTimestamp")
             yield Entry(
                 str(at or created or ""),
-                KIND if is_own else f"{about.get('kind', '')}/{of}",
+                of,
                 str(event.get("reason", "")),
                 " ".join(str(event.get("message", "")).split()),
                 int(series.get("count") or event.get("count") or 1),
             )
 
 
-def is_child_name(child: str, name: str) -> bool:
-    """Return True if the operator names a child of the resource like this: NAME-gN…, NAME-router…, NAME-facts…"""
-    rest = child.removeprefix(f"{name}-")
-    return rest != child and (rest.startswith(("router", "facts")) or (rest[:1] == "g" and rest[1:2].isdigit()))
+def is_about(event: Mapping[str, Any], name: str) -> bool:
+    """Return True if an Event is about the resource or one of its children: NAME-gN…, NAME-router…, NAME-facts…"""
+    about = event.get("involvedObject") or {}
+    of = str(about.get("name", ""))
+    if about.get("kind") == KIND:
+        return of == name
+    rest = of.removeprefix(f"{name}-")
+    return rest != of and (rest.startswith(("router", "facts")) or (rest[:1] == "g" and rest[1:2].isdigit()))

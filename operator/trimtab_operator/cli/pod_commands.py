@@ -19,6 +19,7 @@ from trimtab_operator.builders.labels import (
     ROLE_LABEL,
     ROUTER_COMPONENT,
 )
+from trimtab_operator.builders.pod import CONTAINER
 from trimtab_operator.cli.cluster import ApiError, Cluster, Context, Namespace
 from trimtab_operator.cli.names import complete_name
 from trimtab_operator.cli.shared import exit_with_error
@@ -52,7 +53,7 @@ def logs(
         which = "router" if router else "engine"
         exit_with_error(f"logs: {name} has no {which} pod; see `trimtab status {name}` for the reason")
     query: dict[str, Any] = {"tailLines": tail, "follow": str(follow).lower(), "previous": str(previous).lower()}
-    query |= {} if router else {"container": "main"}
+    query |= {} if router else {"container": CONTAINER}
     threads = [
         threading.Thread(target=_print_log, args=(cluster, pod["metadata"]["name"], query, len(pods) > 1), daemon=True)
         for pod in pods

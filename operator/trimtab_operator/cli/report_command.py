@@ -21,11 +21,10 @@ from trimtab_operator.builders.labels import children_selector
 from trimtab_operator.cli.cluster import Cluster, Context, Namespace
 from trimtab_operator.cli.cluster_commands import LAST_APPLIED
 from trimtab_operator.cli.doctor_command import OPERATOR_SELECTOR, check_cluster, read_facts
-from trimtab_operator.cli.history_command import is_child_name
+from trimtab_operator.cli.history_command import is_about
 from trimtab_operator.cli.names import complete_name
 from trimtab_operator.cli.pod_commands import pods_of
 from trimtab_operator.cli.shared import check_writable
-from trimtab_operator.resource.spec import KIND
 
 LOG_LINES = 2000
 MASK = "***"
@@ -90,7 +89,7 @@ def contents(cluster: Cluster, name: str) -> Iterator[tuple[str, str]]:
         found = cluster.find(f"{group}/{scope}/{kind}", labelSelector=children_selector(name))
         yield f"{kind}.yaml", _yaml({"items": (found or {}).get("items", "not readable")})
     events = (cluster.find(f"/api/v1/{scope}/events") or {}).get("items") or ()
-    own = [e for e in events if _is_about(e.get("involvedObject") or {}, name)]
+    own = [event for event in events if is_about(event, name)]
     yield "events.yaml", _yaml({"items": own})
     for is_router in (False, True):
         for pod in pods_of(cluster, name, router=is_router):
@@ -102,11 +101,6 @@ def contents(cluster: Cluster, name: str) -> Iterator[tuple[str, str]]:
     checks = [asdict(check) for check in check_cluster(facts, namespace=cluster.namespace)]
     yield "doctor.json", json.dumps(checks, indent=2)
     yield "nodes.yaml", _yaml({"items": [_node(node) for node in facts.nodes or ()]})
-
-
-def _is_about(about: Mapping[str, Any], name: str) -> bool:
-    of = str(about.get("name", ""))
-    return (about.get("kind") == KIND and of == name) or is_child_name(of, name)
 
 
 def _logs(cluster: Cluster, pod: Mapping[str, Any], folder: str) -> Iterator[tuple[str, str]]:

@@ -20,12 +20,12 @@ from trimtab_operator.cli.shared import exit_with_error, parse_gpu
 from trimtab_operator.cli.terminal_output import new_console, new_table
 from trimtab_operator.cli.why_command import Output
 from trimtab_operator.layout.gpus import GIB, GPUS, Gpu, gpu_of_label
+from trimtab_operator.layout.node_gpus import PRODUCT_LABEL
 from trimtab_operator.planning.admission import validation_messages
 from trimtab_operator.resource.spec import GROUP, PLURAL, VERSION
 
 EXIT_NOT_READY = 1
 POLL_SECONDS = 2.0
-PRODUCT_LABEL = "nvidia.com/gpu.product"
 DEFAULT_CHART = "charts/trimtab"
 PLACEHOLDER_IMAGE = "trimtab-engine"  # the operator's default image is not known here
 

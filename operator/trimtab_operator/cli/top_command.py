@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group
 from rich.live import Live
 from rich.text import Text
@@ -225,8 +226,8 @@ def _count(value: float | None) -> Text:
 
 def _gauge(page: bytes | None, name: str) -> float:
     """Return the sum of a gauge's series on a page; 0 if it is missing."""
-    lines = (page or b"").decode(errors="replace").splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+    families = text_string_to_metric_families((page or b"").decode(errors="replace"))
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
 def _key(pod: Json) -> str:

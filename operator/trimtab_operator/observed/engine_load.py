@@ -1,4 +1,4 @@
-"""Load and latencies of engines over an interval, for `trimtab top` and the board. Pure.
+"""Load and latencies of engines over an interval, for `trimtab top`. Pure.
 
 Rates and percentiles come from two samples of the same engine. None means that the engine exports too little, or that
 no request ended in the interval. Nothing is decided here: the tuner has its own, stricter evaluation of samples.
@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.tuner.samples import Sample
-from trimtab_operator.tuner.samples.sample import Histogram
+from trimtab_operator.tuner.samples.sample import Histogram, histogram_quantile
 
 DEFAULT_PERCENTILE = 95
 
@@ -98,10 +98,9 @@ def measure_load(pairs: Sequence[tuple[Sample, Sample]], limits: Limits) -> Load
 
 
 def percentile_of(pairs: Iterable[tuple[Histogram | None, Histogram | None]], percentile: int) -> float | None:
-    """Return a percentile of the observations between two readings of histograms, by linear interpolation in a bucket.
+    """Return a percentile of the observations between two readings of histograms, as PromQL estimates it.
 
-    None without an observation, or if the histograms differ in their edges. In the last, infinite bucket it is the
-    largest finite edge, as in Prometheus' `histogram_quantile`.
+    None without an observation, or if the histograms differ in their edges.
     """
     edges: tuple[float, ...] | None = None
     counts: list[float] = []
@@ -111,14 +110,7 @@ def percentile_of(pairs: Iterable[tuple[Histogram | None, Histogram | None]], pe
         edges = after.edges
         gained = [late - early for early, late in zip(before.counts, after.counts, strict=True)]
         counts = gained if not counts else [one + other for one, other in zip(counts, gained, strict=True)]
-    if edges is None or counts[-1] <= 0:
-        return None
-    rank = percentile / 100 * counts[-1]
-    index = next(position for position, count in enumerate(counts) if count >= rank)
-    low, below = (0.0, 0.0) if index == 0 else (edges[index - 1], counts[index - 1])
-    if index == len(edges) - 1:
-        return low
-    return low + (edges[index] - low) * (rank - below) / max(counts[index] - below, 1e-12)
+    return None if edges is None else histogram_quantile(percentile / 100, edges, counts)
 
 
 def _is_usable(before: Sample, after: Sample) -> bool:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import math
 
+from trimtab_operator.tuner.samples.sample import histogram_quantile
+
 from trimtab_simulator.objectives import Objectives
 from trimtab_simulator.policies.hpa import Behavior, Hpa, total
 from trimtab_simulator.policies.policy import PolicyInput, PolicySetup
-from trimtab_simulator.policies.signals import Increases, Sliding, histogram_quantile, lengths, num_pods
+from trimtab_simulator.policies.signals import Increases, Sliding, lengths, num_pods
 
 QUANTILE = 0.9
 RATE_SECONDS, SMOOTHING_SECONDS = 60.0, 45.0

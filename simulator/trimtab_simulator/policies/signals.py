@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -101,18 +100,3 @@ class Increases:
             last |= page
         changes = ([after - before for before, after in zip(first[name], last[name], strict=True)] for name in last)
         return [sum(column) for column in zip(*changes, strict=True)]
-
-
-def histogram_quantile(quantile: float, edges: Sequence[float], counts: Sequence[float]) -> float | None:
-    """Return a quantile of cumulative counts, as PromQL estimates it; None without observations.
-
-    Values are spread evenly within a bucket; in the last one the result is the highest finite edge.
-    """
-    if not counts or counts[-1] <= 0:
-        return None
-    rank = quantile * counts[-1]
-    index = bisect_left(counts, rank)
-    if index == len(edges) - 1:
-        return edges[-2]
-    low, below = (edges[index - 1], counts[index - 1]) if index else (0.0, 0.0)
-    return low + (edges[index] - low) * (rank - below) / (counts[index] - below)

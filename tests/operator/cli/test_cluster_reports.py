@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import tarfile
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
-import yaml
+from replying_api_server import ReplyingApiServer
 from trimtab_operator.cli import names
 from trimtab_operator.cli.cluster_commands import complete_field
 from trimtab_operator.cli.doctor_command import Facts, Verdict, check_cluster, check_machine
@@ -42,7 +39,6 @@ ROUTER_PAGE = "# HELP trimtab_router_held_requests x\ntrimtab_router_held_reques
 DECISION = Decision(
     "d-1", 1_790_000_000.0, Move(Reason.SATURATED, Parameter.MAX_NUM_SEQS, 1, 2, {}), "Raised it.", "kept: faster"
 )
-Reply = tuple[int, Any]
 
 
 def make_pod(name: str, **labels: str) -> dict[str, Any]:
@@ -57,52 +53,9 @@ def make_pod(name: str, **labels: str) -> dict[str, Any]:
     }
 
 
-class ApiServer:
-    """An API server with replies by method and path, and the kubeconfig of a user of it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.replies: dict[str, Reply | Callable[[], Reply]] = {}
-        self.requests: list[tuple[str, str, dict[str, list[str]], Any]] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.answer("GET", None)
-
-            def do_POST(self) -> None:
-                self.answer("POST", json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def answer(self, method: str, body: Any) -> None:
-                parts = urlsplit(self.path)
-                outer.requests.append((method, parts.path, parse_qs(parts.query), body))
-                reply = outer.replies.get(f"{method} {parts.path}", (404, {"kind": "Status", "message": "not found"}))
-                status, found = reply() if callable(reply) else reply
-                data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                """Keep the output of tests clean."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.kubeconfig = folder / "kubeconfig"
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "c",
-            "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.server.server_port}"}}],
-            "users": [{"name": "u", "user": {}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "team-a"}}],
-        }
-        self.kubeconfig.write_text(yaml.safe_dump(config))
-
-
 @pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    server = ApiServer(tmp_path)
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplyingApiServer]:
+    server = ReplyingApiServer(tmp_path / "kubeconfig")
     tokens = iter(range(0, 10**6, 1000))
     engine, router = make_pod("m-g0-0", **ENGINE), make_pod("m-router-0", **{"app.kubernetes.io/component": "router"})
     status = {
@@ -135,37 +88,36 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
         "GET /version": (200, {"gitVersion": "v1.33.1"}),
     }
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-    yield server
-    server.server.shutdown()
-    server.server.server_close()
+    with server.served():
+        yield server
 
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_top_shows_load_against_limits_and_objectives(api: ApiServer) -> None:
+def test_top_shows_load_against_limits_and_objectives(api: ReplyingApiServer) -> None:
     done = run("top", "m", "--once", "--interval", "0.2")
     assert done.exit_code == 0, done.output
     for part in ("97%", "50%", "95 ms / 500 ms", "READY", "1/1", "7"):
         assert part in done.stdout
 
 
-def test_top_as_json_has_raw_values(api: ApiServer) -> None:
+def test_top_as_json_has_raw_values(api: ReplyingApiServer) -> None:
     (row,) = json.loads(run("top", "m", "-o", "json", "--interval", "0.2").stdout)
     assert (row["name"], row["router_held"], row["problem"]) == ("m", 7.0, None)
     assert (row["load"]["kv_usage"], row["load"]["slots_used"], row["load"]["waiting"]) == (0.97, 0.5, 4)
     assert row["limits"]["ttft"] == {"percentile": 95, "seconds": 0.5}
 
 
-def test_top_names_engines_that_cannot_be_read(api: ApiServer) -> None:
+def test_top_names_engines_that_cannot_be_read(api: ReplyingApiServer) -> None:
     api.replies[f"GET {NAMESPACE}/pods/m-g0-0:8000/proxy/metrics"] = (503, {"message": "no endpoint"})
     done = run("top", "m", "--once", "--interval", "0.2")
     assert done.exit_code == 0
     assert "team-a/m: metrics of 1 engines not readable (Ready)" in done.stdout
 
 
-def test_history_orders_events_and_decisions_by_time(api: ApiServer) -> None:
+def test_history_orders_events_and_decisions_by_time(api: ReplyingApiServer) -> None:
     entries = json.loads(run("history", "m", "-o", "json").stdout)
     assert [(entry["reason"], entry["message"]) for entry in entries] == [
         ("Pulled", "Image pulled"),
@@ -174,10 +126,10 @@ def test_history_orders_events_and_decisions_by_time(api: ApiServer) -> None:
     assert "kept: faster" in run("history", "m").stdout
 
 
-def test_logs_name_the_pod_only_with_several_pods(api: ApiServer) -> None:
+def test_logs_name_the_pod_only_with_several_pods(api: ReplyingApiServer) -> None:
     api.replies[f"GET {NAMESPACE}/pods"] = (200, {"metadata": {}, "items": [make_pod("m-g0-0", **ENGINE)]})
     assert run("logs", "m", "--tail", "5").stdout.splitlines()[0] == "first"
-    (query,) = [query for _, path, query, _ in api.requests if path.endswith("/log")]
+    (query,) = [sent.query for sent in api.requests if sent.path.endswith("/log")]
     assert query["tailLines"] == ["5"]
     api.replies[f"GET {NAMESPACE}/pods"] = (
         200,
@@ -186,43 +138,43 @@ def test_logs_name_the_pod_only_with_several_pods(api: ApiServer) -> None:
     assert "m-g0-0: first" in run("logs", "m").stdout
 
 
-def test_logs_without_pods_names_the_next_step(api: ApiServer) -> None:
+def test_logs_without_pods_names_the_next_step(api: ReplyingApiServer) -> None:
     api.replies[f"GET {NAMESPACE}/pods"] = (200, {"metadata": {}, "items": []})
     done = run("logs", "m")
     assert done.exit_code == 2
     assert "logs: m has no engine pod; see `trimtab status m`" in done.stderr
 
 
-def test_chat_streams_the_answer_through_the_api_server(api: ApiServer) -> None:
+def test_chat_streams_the_answer_through_the_api_server(api: ReplyingApiServer) -> None:
     path = f"{NAMESPACE}/services/m:8000/proxy/v1/chat/completions"
     parts = [{"choices": [{"delta": {"content": word}}]} for word in ("Hel", "lo")]
     api.replies[f"POST {path}"] = (200, "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n")
     done = run("chat", "m", "Hi", "--system", "Be brief.")
     assert (done.exit_code, done.stdout) == (0, "Hello\n")
-    (body,) = [body for _, requested, _, body in api.requests if requested == path]
+    (body,) = [sent.body for sent in api.requests if sent.path == path]
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
     assert body["model"] == "b"
 
 
-def test_chat_shows_the_message_of_the_engine(api: ApiServer) -> None:
+def test_chat_shows_the_message_of_the_engine(api: ReplyingApiServer) -> None:
     path = f"{NAMESPACE}/services/m:8000/proxy/v1/chat/completions"
     api.replies[f"POST {path}"] = (400, {"error": {"message": "the prompt is too long"}})
     done = run("chat", "m", "Hi")
     assert (done.exit_code, done.stderr.strip()) == (2, "chat: m: the prompt is too long")
 
 
-def test_drain_evicts_only_the_pod_it_saw(api: ApiServer) -> None:
+def test_drain_evicts_only_the_pod_it_saw(api: ReplyingApiServer) -> None:
     api.replies[f"GET {NAMESPACE}/pods"] = (200, {"metadata": {}, "items": [make_pod("m-g0-0", **ENGINE)]})
     api.replies[f"POST {NAMESPACE}/pods/m-g0-0/eviction"] = (201, {})
     assert run("drain", "m", "--replica", "0").exit_code == 0
-    assert api.requests[-1][3]["deleteOptions"] == {"preconditions": {"uid": "uid-m-g0-0"}}
+    assert api.requests[-1].body["deleteOptions"] == {"preconditions": {"uid": "uid-m-g0-0"}}
     api.replies[f"POST {NAMESPACE}/pods/m-g0-0/eviction"] = (429, {})
     done = run("drain", "m", "--replica", "0")
     assert done.exit_code == 2
     assert "PodDisruptionBudget allows no eviction now" in done.stderr
 
 
-def test_report_has_no_secret_and_all_parts(api: ApiServer, tmp_path: Path) -> None:
+def test_report_has_no_secret_and_all_parts(api: ReplyingApiServer, tmp_path: Path) -> None:
     file = tmp_path / "bundle.tar.gz"
     done = run("report", "m", "--file", str(file))
     assert done.exit_code == 0, done.output
@@ -234,7 +186,7 @@ def test_report_has_no_secret_and_all_parts(api: ApiServer, tmp_path: Path) -> N
     assert {"resource.yaml", "events.yaml", "doctor.json", "pods.yaml", "logs/m-g0-0-main.log"} <= texts.keys()
     assert "Bearer *** sent" in texts["logs/m-g0-0-main.log"]
     assert "another deployment" not in texts["events.yaml"]
-    assert not any(path.endswith("/secrets") for _, path, _, _ in api.requests)
+    assert not any(sent.path.endswith("/secrets") for sent in api.requests)
 
 
 def test_mask_hides_values_of_sensitive_fields() -> None:
@@ -322,7 +274,7 @@ def test_doctor_without_kubeconfig_checks_the_machine(tmp_path: Path, monkeypatc
     assert check_machine(has_kubeconfig=True, which=lambda _: None)[1].verdict is Verdict.WARNING
 
 
-def test_doctor_reads_the_cluster(api: ApiServer) -> None:
+def test_doctor_reads_the_cluster(api: ReplyingApiServer) -> None:
     done = run("doctor", "-o", "json")
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert done.exit_code == 1

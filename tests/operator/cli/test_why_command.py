@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from replying_api_server import ReplyingApiServer
 from trimtab_operator.cli.trimtab_command import app
 from trimtab_operator.resource.signed_text import sign
 from trimtab_operator.tuner.moves import Decision, Expectation, Measure, Move, Reason, decision_id
@@ -35,78 +34,47 @@ RESOURCE = "/apis/trimtab.dev/v1alpha1/namespaces/{}/inferencedeployments/{}"
 CONFIG_MAP = "/api/v1/namespaces/{}/configmaps/{}-tuning"
 
 
-class Cluster:
-    """An API server that knows some paths, and the kubeconfig of a user of it."""
+class Cluster(ReplyingApiServer):
+    """An API server with resources and their tuner states."""
 
-    def __init__(self, folder: Path) -> None:
-        self.answers: dict[str, Any] = {}
-        self.asked: list[str] = []
-        cluster = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                cluster.asked.append(self.path)
-                found = cluster.answers.get(self.path)
-                status = 404 if found is None else 200
-                if isinstance(found, dict) and found.get("kind") == "Status":
-                    status = found["code"]
-                body = json.dumps({} if found is None else found).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                """A test's output is its own."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-        self.kubeconfig = folder / "kubeconfig"
-        self.kubeconfig.write_text(
-            yaml.safe_dump(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "current-context": "mine",
-                    "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
-                    "users": [{"name": "u", "user": {}}],
-                    "contexts": [{"name": "mine", "context": {"cluster": "c", "user": "u", "namespace": "team-a"}}],
-                }
-            )
-        )
+    def set_reply(
+        self, path: str, found: Any, name: str = "chat", namespace: str = "team-a", *, status: int = 200
+    ) -> None:
+        """Reply to a read of RESOURCE or CONFIG_MAP."""
+        self.replies[f"GET {path.format(namespace, name)}"] = (status, found)
 
     def scales(self, name: str, namespace: str, scaling: dict[str, int], **status: Any) -> None:
         """The replica count of a resource that is there is the operator's."""
-        resource = self.answers[RESOURCE.format(namespace, name)]
+        reply = self.replies[f"GET {RESOURCE.format(namespace, name)}"]
+        assert not callable(reply)
+        _, resource = reply
         resource["spec"]["scaling"] = scaling
         resource["status"] |= status
 
     def has(self, name: str, namespace: str, memory: TunerState | None, **status: Any) -> None:
         """Add a resource with its tuner state."""
-        self.answers[RESOURCE.format(namespace, name)] = {
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {},
-            "status": {"tuning": {"mode": "Auto", **status}},
-        }
+        self.set_reply(
+            RESOURCE,
+            {
+                "metadata": {"name": name, "namespace": namespace},
+                "spec": {},
+                "status": {"tuning": {"mode": "Auto", **status}},
+            },
+            name,
+            namespace,
+        )
         if memory is not None:
             text = sign(to_json(memory), key="the operator's", kind="tuning")
-            self.answers[CONFIG_MAP.format(namespace, name)] = {"data": {"state.json": text}}
-
-    def end(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+            self.set_reply(CONFIG_MAP, {"data": {"state.json": text}}, name, namespace)
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
+    cluster = Cluster(tmp_path / "kubeconfig")
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
     monkeypatch.setenv("COLUMNS", "200")
-    yield cluster
-    cluster.end()
+    with cluster.served():
+        yield cluster
 
 
 def why(*arguments: str) -> Result:
@@ -173,7 +141,7 @@ def test_programs_get_the_same_as_json(cluster: Cluster) -> None:
 def test_nothing_decided_and_nothing_readable_are_no_error(cluster: Cluster, kept: str | None) -> None:
     cluster.has("chat", "team-a", None)
     if kept is not None:
-        cluster.answers[CONFIG_MAP.format("team-a", "chat")] = {"data": {"state.json": kept}}
+        cluster.set_reply(CONFIG_MAP, {"data": {"state.json": kept}})
     result = why("chat")
     assert result.exit_code == 0
     assert "No decisions yet" in result.output
@@ -199,7 +167,7 @@ def test_why_unreadable_input_is_one_line_and_exit_2(
 def test_a_right_that_its_user_lacks_is_named(cluster: Cluster, place: str) -> None:
     cluster.has("chat", "team-a", TunerState())
     message = 'x is forbidden: User "u" cannot get resource "things" in API group "" in the namespace "team-a"'
-    cluster.answers[place.format("team-a", "chat")] = {"kind": "Status", "code": 403, "message": message}
+    cluster.set_reply(place, {"kind": "Status", "code": 403, "message": message}, status=403)
     result = why("chat")
     assert result.exit_code == 2
     assert "permission denied to get things in namespace team-a; ask the" in result.output
@@ -207,7 +175,7 @@ def test_a_right_that_its_user_lacks_is_named(cluster: Cluster, place: str) -> N
 
 def test_another_refusal_is_told_in_the_servers_words(cluster: Cluster) -> None:
     refused = {"kind": "Status", "code": 429, "message": "too many requests, please try again later"}
-    cluster.answers[RESOURCE.format("team-a", "chat")] = refused
+    cluster.set_reply(RESOURCE, refused, status=429)
     result = why("chat")
     assert result.exit_code == 2
     assert "API server error 429: too many requests, please try again later" in result.output
@@ -222,13 +190,13 @@ def test_a_broken_kubeconfig_is_one_line(cluster: Cluster, text: str) -> None:
 
 
 def test_a_proxy_that_answers_in_the_cluster_s_place_is_told(cluster: Cluster) -> None:
-    cluster.answers[RESOURCE.format("team-a", "chat")] = ["<html>"]
+    cluster.set_reply(RESOURCE, ["<html>"])
     result = why("chat")
     assert (result.exit_code, "no Kubernetes API server at" in result.output) == (2, True)
 
 
 def test_a_resource_without_a_word_on_tuning_has_the_default_mode(cluster: Cluster) -> None:
-    cluster.answers[RESOURCE.format("team-a", "chat")] = {"metadata": {"name": "chat"}}
+    cluster.set_reply(RESOURCE, {"metadata": {"name": "chat"}})
     assert "chat in team-a: mode Recommend" in why("chat").output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from trimtab_operator.observed.engine_load import Limits, Target, limits_of, measure_load, percentile_of
@@ -61,7 +62,7 @@ def test_percentile_of_different_edges_is_unknown() -> None:
 
 
 def test_limits_prefer_objectives_of_the_status() -> None:
-    resource = {
+    resource: dict[str, Any] = {
         "spec": {"objectives": {"ttft": {"target": "2s", "percentile": 90}}},
         "status": {"engine": {"effective": {"maxNumSeqs": "64", "maxNumBatchedTokens": "odd"}}},
     }

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 from trimtab_operator.tuner.samples import Counters, Gauges, Phase, ReplicaSnapshot, Sample
 from trimtab_simulator.policies.policy import PolicyInput
-from trimtab_simulator.policies.signals import Increases, Sliding, histogram_quantile
+from trimtab_simulator.policies.signals import Increases, Sliding
 
 
 def make_view(now: float, **finished: float) -> PolicyInput:
@@ -16,22 +13,6 @@ def make_view(now: float, **finished: float) -> PolicyInput:
         for name, count in finished.items()
     ]
     return PolicyInput(now, len(snapshots), {}, tuple(snapshots))
-
-
-@pytest.mark.parametrize(
-    ("counts", "quantile", "value"),
-    [
-        ((0, 50, 100, 100), 0.9, 1.8),  # 40 of the 50 observations between 1 and 2
-        ((10, 10, 10, 10), 0.5, 0.25),  # half of the first bucket, which begins at 0
-        ((0, 0, 0, 10), 0.9, 2.0),  # above the highest finite edge
-        ((0, 0, 0, 0), 0.9, None),
-    ],
-)
-def test_histogram_quantile_interpolates_within_a_bucket(
-    counts: tuple[float, ...], quantile: float, value: float | None
-) -> None:
-    found = histogram_quantile(quantile, (0.5, 1.0, 2.0, math.inf), counts)
-    assert found == (None if value is None else pytest.approx(value))
 
 
 def test_increases_sum_over_replicas_that_come_and_go() -> None:

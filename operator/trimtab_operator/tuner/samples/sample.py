@@ -6,7 +6,8 @@ the operator's clock, unless a name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -72,6 +73,21 @@ class Histogram:
     counts: tuple[float, ...]
     total: float
     """Sum of the observed values."""
+
+
+def histogram_quantile(quantile: float, edges: Sequence[float], counts: Sequence[float]) -> float | None:
+    """Return a quantile of cumulative counts, as PromQL estimates it; None without observations.
+
+    Values are spread evenly within a bucket; in the last one the result is the highest finite edge.
+    """
+    if not counts or counts[-1] <= 0:
+        return None
+    rank = quantile * counts[-1]
+    index = bisect_left(counts, rank)
+    if index == len(edges) - 1:
+        return edges[-2] if index else 0.0
+    low, below = (edges[index - 1], counts[index - 1]) if index else (0.0, 0.0)
+    return low + (edges[index] - low) * (rank - below) / (counts[index] - below)
 
 
 @dataclass(frozen=True, slots=True)

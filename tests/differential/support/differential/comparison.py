@@ -154,8 +154,7 @@ def _different(place: str, one: Any, other: Any, field: str) -> Iterator[str]:
 def _is_same(one: Any, other: Any, field: str) -> bool:
     if field in BY_TYPE_ONLY and one is not None and other is not None:
         return type(one) is type(other)
-    is_number = isinstance(one, int | float) and isinstance(other, int | float)
-    if field in NUMBERS_BY_TOLERANCE and is_number:
+    if field in NUMBERS_BY_TOLERANCE and isinstance(one, int | float) and isinstance(other, int | float):
         return abs(one - other) <= LOGPROB_TOLERANCE
     if field in JSON_TEXTS and isinstance(one, str) and isinstance(other, str):
         return re.sub(r"\s", "", one) == re.sub(r"\s", "", other)
