@@ -23,13 +23,15 @@ class Gaussian:
     covariance: Matrix
 
     @classmethod
-    def prior(cls, mean: Sequence[float], *, own_sd: Sequence[float], common_sd: float) -> Gaussian:
-        """Return the prior: each coefficient is uncertain by its `own_sd`, and all of them jointly by `common_sd` (a
-        wrong clock speed).
+    def prior(
+        cls, mean: Sequence[float], *, scale: Sequence[float], own_sd: Sequence[float], common_sd: float
+    ) -> Gaussian:
+        """Return a belief in which each coefficient is uncertain by its `own_sd`, and all jointly by `common_sd` (a
+        wrong clock speed), both as multiples of the coefficient's `scale`.
         """
-        common = common_sd * common_sd
         covariance = tuple(
-            tuple(common + (sd * sd if i == j else 0.0) for j in range(len(own_sd))) for i, sd in enumerate(own_sd)
+            tuple(common_sd**2 * one * other + ((own * one) ** 2 if i == j else 0.0) for j, other in enumerate(scale))
+            for i, (one, own) in enumerate(zip(scale, own_sd, strict=True))
         )
         return cls(tuple(mean), covariance)
 
@@ -51,11 +53,6 @@ class Gaussian:
             for row, a in zip(self.covariance, px, strict=True)
         )
         return Gaussian(mean, _symmetric(covariance))
-
-    def widen(self, factor: float) -> Gaussian:
-        """Return the belief with standard deviations multiplied by `factor`, keeping correlations."""
-        square = factor * factor
-        return Gaussian(self.mean, tuple(tuple(entry * square for entry in row) for row in self.covariance))
 
     def sd(self, index: int) -> float:
         """Return the standard deviation of one coefficient."""

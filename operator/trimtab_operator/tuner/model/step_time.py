@@ -5,7 +5,8 @@
 Steps with prefill may have an additional constant cost (they replay no whole graph). The law is linear, so sums over
 any interval obey it exactly: each scrape gives one row for decode steps and one for steps with prefill. Coefficients
 are learned as multiples of the prior, so that what the load does not show (tokens and sequences are equal while
-decoding) stays at the prior. When the one-step error keeps its sign, the engine has changed, and the belief is widened.
+decoding) stays at the prior. When the one-step error keeps its sign, the engine has
+changed, and the present coefficients become the prior.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ OWN_SD = 0.3  # of each coefficient, relative to the prior
 COMMON_SD = 2.0  # of all coefficients together: another GPU than assumed, or a CPU
 PREFILL_STEP_SHARE = 0.25  # of per_step: approximate maximum extra cost of a step with prefill
 ATTENDED_SD = 0.6  # a small share of the time for all but very long prompts, and hard to see
+OWN_SDS = (OWN_SD, OWN_SD, OWN_SD, OWN_SD, ATTENDED_SD, 1.0)
 NOISE = 0.03  # relative noise of a row's seconds
 LEAST_STEPS = 5  # rows with fewer steps are mostly noise
 CUSUM_SLACK = 0.75  # standard deviations of the one-step error that are ignored
 CUSUM_LIMIT = 5.0  # sum from which on the engine has changed
-WIDEN = 3.0  # factor of the uncertainty after a change
 LEAST_FACTOR = 0.02  # of the prior: floor of every coefficient
 NAMES = ("per_step", "per_token", "per_sequence", "per_context", "per_attended", "per_prefill_step")
 
@@ -59,8 +60,8 @@ class StepTime:
     @classmethod
     def of(cls, prior: StepCost) -> StepTime:
         """Return a model without observations."""
-        own = (OWN_SD, OWN_SD, OWN_SD, OWN_SD, ATTENDED_SD, 1.0)
-        return cls(prior, Gaussian.prior((1.0,) * 5 + (0.0,), own_sd=own, common_sd=COMMON_SD))
+        mean = (1.0,) * 5 + (0.0,)
+        return cls(prior, Gaussian.prior(mean, scale=(1.0,) * 6, own_sd=OWN_SDS, common_sd=COMMON_SD))
 
     def with_observation(self, decode: Work | None, prefill: Work | None) -> StepTime:
         """Return the model after one interval of one replica."""
@@ -113,6 +114,16 @@ class StepTime:
                 predicted += self.belief.predict(self._features(work, carries_prefill))[0]
         return seconds / predicted - 1.0 if predicted > 0 else None
 
+    def _belief_after_change(self) -> Gaussian:
+        """Return the belief with the present coefficients as prior.
+
+        Multiplying the covariance instead would grow without limit in what the load does not show, such as prefill
+        while an idle machine's speed varies, and a small error there would become a large one.
+        """
+        scale = [max(LEAST_FACTOR, value) for value in self.belief.mean[:5]]
+        mean = (*scale, self.belief.mean[5])
+        return Gaussian.prior(mean, scale=(*scale, scale[0]), own_sd=OWN_SDS, common_sd=COMMON_SD)
+
     def _features(self, work: Work, carries_prefill: bool) -> Vector:
         prior = self.prior
         return (
@@ -135,7 +146,7 @@ class StepTime:
         falling = max(0.0, self.falling + min(-error, CUSUM_LIMIT) - CUSUM_SLACK)
         belief, change_count = self.belief, self.change_count
         if max(rising, falling) > CUSUM_LIMIT:
-            belief, rising, falling, change_count = belief.widen(WIDEN), 0.0, 0.0, change_count + 1
+            belief, rising, falling, change_count = self._belief_after_change(), 0.0, 0.0, change_count + 1
         return replace(
             self,
             belief=belief.update(x, seconds, sd=noise),

@@ -77,3 +77,24 @@ def test_too_few_steps_teach_nothing() -> None:
     model = StepTime.of(TRUE)
     assert model.with_observation(Work(2, 2, 2, 2, 2, 5.0), NOTHING) == model
     assert not model.is_fitted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_varying_speed_keeps_costs_that_the_load_does_not_show(seed: int) -> None:
+    """A shared core is 0.7 to 1.4 times as fast for a while, and only single sequences decode for hours."""
+    rng = random.Random(seed)
+    model = StepTime.of(wrong(TRUE, 0.3, 0.3, 0.3, 1.0))
+    for _ in range(6):
+        model = model.with_observation(*works(TRUE, rng))
+    prefill = works(TRUE, rng)[1]
+    speeds = [rng.uniform(0.7, 1.4) for _ in range(60)]
+    for row in range(600):
+        speed = speeds[row // 10]
+        steps = rng.randint(10, 40)
+        context = steps * rng.randint(80, 110)
+        seconds = _seconds(TRUE, steps, steps, steps, context, context) * speed * rng.gauss(1, 0.04)
+        model = model.with_observation(Work(steps, steps, steps, context, context, seconds), None)
+    assert model.change_count > 5
+    error = model.relative_error(None, prefill)
+    assert error is not None
+    assert 1 / 2.5 < 1 + error < 2.5
