@@ -17,10 +17,11 @@ from harness.report import log_line, report_measurement
 from harness.traffic import LoadOptions, LoadReport, load
 from harness.tuning import load_options, pinned_utilization, start_utilization
 from harness.wait import NotYet
+from trimtab_operator.tuner.scaling.control_law import LEARN_SECONDS
 
 CLIENTS = 24  # the KV cache of one replica holds ten requests; the others queue
 UP_SECONDS = 300.0  # the tuner needs 30 requests and a minute of load
-DOWN_SECONDS = 600.0  # load is observed for five start-up times before a replica is removed
+DOWN_SECONDS = LEARN_SECONDS + 300.0  # load is observed for ten minutes before a replica is removed
 READY_SECONDS = 300.0  # a replica that starts while another one is fully loaded
 PAUSE_SECONDS = 20.0
 SCALING: dict[str, Any] = {

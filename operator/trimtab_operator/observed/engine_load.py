@@ -137,13 +137,16 @@ def _budget_used(pairs: Iterable[tuple[Sample, Sample]], budget: float | None) -
 
 
 def _target(objective: Mapping[str, Any] | None) -> Target:
+    """Return the target. An objective that grows with the prompt has no limit that a percentile could exceed."""
     if not objective:
         return Target()
+    percentile = int(objective.get("percentile", DEFAULT_PERCENTILE))
+    if objective.get("perPromptToken"):
+        return Target(percentile)
     try:
-        seconds = parse_seconds(str(objective.get("target")))
+        return Target(percentile, parse_seconds(str(objective.get("target"))))
     except ValueError:
-        seconds = None
-    return Target(int(objective.get("percentile", DEFAULT_PERCENTILE)), seconds)
+        return Target(percentile)
 
 
 def _number(value: Any) -> float | None:

@@ -69,3 +69,8 @@ def test_limits_prefer_objectives_of_the_status() -> None:
     assert limits_of(resource) == Limits(64.0, None, ttft=Target(90, 2.0))
     resource["status"]["tuning"] = {"objectives": {"itl": {"target": "50ms", "percentile": 99}}}
     assert limits_of(resource) == Limits(64.0, None, itl=Target(99, 0.05))
+
+
+def test_objective_that_grows_with_the_prompt_has_no_single_limit() -> None:
+    objective = {"target": "3ms", "perPromptToken": "900us", "percentile": 99}
+    assert limits_of({"spec": {"objectives": {"ttft": objective}}}).ttft == Target(99, None)
