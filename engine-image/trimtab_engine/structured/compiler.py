@@ -18,7 +18,7 @@ from trimtab_engine.scheduling.request import Request
 from trimtab_engine.structured.deep_stack import deep_stack_executor
 from trimtab_engine.structured.matcher import GrammarMatcher, Vocabulary
 
-MAX_CACHED_GRAMMARS = 64
+MAX_CACHED_GRAMMARS = 16  # 1 to 2 MB each after 250 tokens of hostile requests; a rebuild usually takes 5 ms
 MAX_CACHED_CHARACTERS = 4 << 20  # total size of their texts; the built matchers are larger
 QUICK_BUILD_SECONDS = 0.005  # per step; most builds finish within it, and waiting is cheaper than deferring a request
 

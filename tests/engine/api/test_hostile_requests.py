@@ -39,26 +39,31 @@ def engine(tiny_model: Path, tmp_path: Path, real_engine: type[RealEngine]) -> I
     engine.end()
 
 
-def check(engine: RealEngine, seconds: float, gap: float, probe_timeout: float) -> None:
+def attack(engine: RealEngine, seconds: float, gap: float, probe_timeout: float, seed: int) -> int:
+    """Check the effect on other clients. Return the bytes of memory kept."""
     port = engine.http.base_url.port
     assert port is not None
     seen, resident = {}, {}
-    for phase, watched, num_bytes in hostile_requests.phases(port, engine.process.pid, seconds, 34, probe_timeout):
+    for phase, watched, num_bytes in hostile_requests.phases(port, engine.process.pid, seconds, seed, probe_timeout):
         seen[phase], resident[phase] = watched, num_bytes
     print({phase: (vars_of, resident[phase] // MIB) for phase, vars_of in seen.items()})
     undisturbed = max(seen["before"].longest_gap, seen["after"].longest_gap)
     assert seen["attack"].failed_probes == 0
     assert seen["attack"].longest_gap <= undisturbed + gap
-    assert resident["after"] - resident["before"] <= KEPT_BYTES
     assert engine.process.poll() is None
     assert engine.post("ab").status_code == 200
+    return resident["after"] - resident["before"]
 
 
 def test_hostile_requests_do_not_stop_other_streams(engine: RealEngine) -> None:
-    check(engine, SECONDS, COARSE_GAP_SECONDS, COARSE_PROBE_SECONDS)
+    # A cache that fills in an attack is not a leak: a leak grows again in each attack.
+    kept = [attack(engine, SECONDS, COARSE_GAP_SECONDS, COARSE_PROBE_SECONDS, seed=34)]
+    while kept[-1] > KEPT_BYTES and len(kept) < 3:
+        kept.append(attack(engine, SECONDS, COARSE_GAP_SECONDS, COARSE_PROBE_SECONDS, seed=34 + len(kept)))
+    assert kept[-1] <= KEPT_BYTES, kept
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_hostile_requests_delay_other_streams_by_a_tenth_of_a_second(engine: RealEngine) -> None:
-    check(engine, SOAK_SECONDS, GAP_SECONDS, hostile_requests.PROBE_TIMEOUT_SECONDS)
+    assert attack(engine, SOAK_SECONDS, GAP_SECONDS, hostile_requests.PROBE_TIMEOUT_SECONDS, seed=34) <= KEPT_BYTES
