@@ -7,9 +7,9 @@ import os
 from devtools import docker_cli
 from devtools.cache import locked
 from devtools.progress import in_parallel, log_line, wait_until
-from offline import node_image
+from offline import node_image, tools
 
-from . import kind_cluster, shape, target, tools
+from . import kind_cluster, shape, target
 from .kind_cluster import Cluster
 
 HEALTHY_TIMEOUT_SECONDS = 45.0  # for an existing cluster; longer than a node's lease duration

@@ -15,9 +15,9 @@ from devtools.cache_root import cache_root
 from devtools.command_line import Parser, node_count
 from devtools.errors import ClusterError, UsageError
 from devtools.progress import log_line, stage
-from offline import cleanup
+from offline import cleanup, tools
 
-from . import images, kind_cluster, target, tools
+from . import images, kind_cluster, target
 from .bring_up import bring_up
 from .kind_cluster import Cluster
 

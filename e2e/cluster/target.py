@@ -10,8 +10,9 @@ from devtools import docker_cli
 from devtools.cache_root import cache_root
 from devtools.errors import ClusterError, UsageError
 from devtools.process import output_of, run, succeeds
+from offline import tools
 
-from . import kind_cluster, tools
+from . import kind_cluster
 from .kind_cluster import Cluster
 
 DEFAULT_NAME = "trimtab"

@@ -142,4 +142,5 @@ def plot(results: Row, path: Path) -> None:
     axes.set_title(f"Layouts on {results['machine']['cpus']} CPUs: overhead, not speed-up")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "trimtab"}):
+        figure.savefig(path, metadata={"Date": None})

@@ -169,6 +169,7 @@ def _cell(text: str) -> str:
 def plot(rows: dict[str, Entry], path: Path) -> bool:
     """Plot shares of the limit as bars, with the targets. Returns False if matplotlib is missing."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError:
         return False
@@ -182,5 +183,6 @@ def plot(rows: dict[str, Entry], path: Path) -> bool:
     axes.invert_yaxis()
     axes.set_xlabel("share of the limit measured in the same run")
     axes.legend()
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "trimtab"}):
+        figure.savefig(path, metadata={"Date": None})
     return True

