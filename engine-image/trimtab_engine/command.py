@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 
+from trimtab_engine.ipc import process_age  # noqa: F401 - first: it records when this program began
+
 EXIT_NOT_INSTALLED = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM  # shell convention; a server that has started exits with 0
@@ -30,3 +32,7 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return run_command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,6 +19,7 @@ from trimtab_engine.ipc.network import ReservedPorts
 
 START_SECONDS = 300.0
 STOP_SECONDS = 10.0
+POLL_SECONDS = 0.02  # of /readyz: a small part of the shortest start
 SIGNAL_DELAY_SECONDS = 0.2  # for a signal to be handled
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SERVED_NAME = "bench"
@@ -88,7 +89,7 @@ async def local_server(model: str, flags: Sequence[str], log: Path | None = None
     """
     with ReservedPorts("127.0.0.1") as ports:
         port, admin = ports.take(), ports.take()
-        command = [sys.executable, "-m", "trimtab_engine.cli", "serve", model, "--served-model-name", SERVED_NAME]
+        command = [sys.executable, "-m", "trimtab_engine.command", "serve", model, "--served-model-name", SERVED_NAME]
         command += ["--host", "127.0.0.1", "--port", str(port), "--admin-port", str(admin), *flags]
         process = _started(command, log)
         try:
@@ -136,7 +137,7 @@ async def _until_ready(server: LocalServer, process: "subprocess.Popen[bytes]") 
                 async with session.get(f"{server.url}/readyz") as answer:
                     if answer.status == 200:
                         return
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(POLL_SECONDS)
     raise EngineDead(f"the server was not ready after {START_SECONDS:.0f} s")
 
 

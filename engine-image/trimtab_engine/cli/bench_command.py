@@ -1,4 +1,4 @@
-"""`trimtab-engine bench latency | throughput | serve`: vLLM's arguments, with examples."""
+"""`trimtab-engine bench latency | throughput | serve`, with vLLM's arguments, and `bench start`."""
 
 import argparse
 from typing import Any
@@ -21,18 +21,28 @@ THROUGHPUT_EXAMPLES = """examples:
     trimtab-engine bench throughput --model MODEL --input-len 256 --output-len 64 --num-prompts 200
   the effect of a flag (any flag of serve):
     trimtab-engine bench throughput --model MODEL --input-len 256 --output-len 64 --max-num-batched-tokens 512"""
+START_EXAMPLES = """stages, in order: process (until its program begins), imports, starting, weights, profile,
+kv_cache, graphs (CUDA), ready (tokenizer); every engine exports them as trimtab_start_seconds{stage}
+(docs/guides/start-time.md)
+
+examples:
+  ten starts on the CPU; the table shows median and p95 of each stage:
+    trimtab-engine bench start MODEL --serve-flags="--device cpu"
+  with the weights on the disk instead of in the page cache, results in a file:
+    trimtab-engine bench start MODEL --cold-page-cache --output-json start.json"""
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure batch latency, throughput, or a server under load",
-        description="Measure the engine in this process (latency, throughput) or a running server (serve).",
+        help="measure batch latency, throughput, a server under load, or a start",
+        description="Measure the engine in this process (latency, throughput), a running server (serve) or starts.",
     )
     kinds = parser.add_subparsers(title="commands", metavar="KIND", required=True)
     _add_latency(kinds)
     _add_throughput(kinds)
     bench_serve_arguments.add_to(kinds)
+    _add_start(kinds)
 
 
 def _add_latency(kinds: Any) -> None:
@@ -85,6 +95,27 @@ def _add_throughput(kinds: Any) -> None:
     parser.set_defaults(run=_run_throughput)
 
 
+def _add_start(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "start",
+        usage="%(prog)s MODEL [FLAG ...]",
+        help="duration of a server's start, by stage",
+        description="Start a server repeatedly and measure each stage until it is ready, and its first token.",
+        epilog=START_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or GGUF file of a model")
+    parser.add_argument(
+        "--serve-flags", metavar='"FLAGS"', help='flags of serve, as one quoted argument: --serve-flags="--device cpu"'
+    )
+    parser.add_argument("--runs", type=types.positive, default=10, metavar="N", help="measured starts (default: 10)")
+    parser.add_argument(
+        "--cold-page-cache", action="store_true", help="remove the model's files from the page cache before each start"
+    )
+    parser.add_argument("--output-json", metavar="FILE", help="also write the results to this file")
+    parser.set_defaults(run=_run_start)
+
+
 def _add_common(group: Any) -> None:
     group.add_argument("--disable-detokenize", action="store_true", help="do not measure detokenization")
     group.add_argument("--output-json", metavar="FILE", help="also write the results to this file")
@@ -109,6 +140,12 @@ def _run_latency(arguments: argparse.Namespace) -> int:
     from trimtab_engine.bench.latency_bench import run_latency
 
     return run_latency(arguments)
+
+
+def _run_start(arguments: argparse.Namespace) -> int:
+    from trimtab_engine.bench.start_bench import run_start
+
+    return run_start(arguments)
 
 
 def _run_throughput(arguments: argparse.Namespace) -> int:

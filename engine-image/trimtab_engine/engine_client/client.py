@@ -87,6 +87,7 @@ class CoreClient:
         addresses: One entry per possible core: data-parallel ranks from `first_rank` on; the first `num_initial` are
         started with the engine.
         on_ready: Called when all initial cores are ready.
+        on_stage: Called with each stage that the first core's start reaches, also repeatedly.
         on_step: Called in order with the statistics of each step; only client 0 receives them.
         on_state: Called when the merged state of all cores changes.
         on_gone: Called with the rank of a core that has retired or could not join.
@@ -108,6 +109,7 @@ class CoreClient:
         secret: SharedSecret | None = None,
         media_cache_bytes: int = 0,
         on_ready: Callable[[CoreReady], None] | None = None,
+        on_stage: Callable[[str], None] | None = None,
         on_step: Callable[[StepStats], None] | None = None,
         on_state: Callable[[EngineState], None] | None = None,
         on_gone: Callable[[int], None] = lambda rank: None,
@@ -120,6 +122,7 @@ class CoreClient:
         self._media = [Sender(media_cache_bytes) for _ in addresses]
         self._media_cache_bytes = media_cache_bytes
         self._joining: dict[int, asyncio.Future[None]] = {}
+        self._on_stage = on_stage
         self._on_ready, self._on_step, self._on_state, self._on_gone = on_ready, on_step, on_state, on_gone
         self._on_report, self._reports_state = on_report, False
         self._states: dict[int, EngineState] = {}
@@ -497,6 +500,8 @@ class CoreClient:
                     future.set_result(message)
             case LoadProgress():
                 self._progress[core] = message
+                if core == 0 and self._on_stage is not None:
+                    self._on_stage(message.stage)
                 self.core_registry.mark_loading(core)
             case CoreLoaded():
                 joining = self._joining.pop(core, None)

@@ -40,7 +40,7 @@ def serve(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL [
 
 
 def bench(arguments: Annotated[list[str] | None, typer.Argument(metavar="KIND [FLAG ...]")] = None) -> None:
-    """Measure the latency of a batch, throughput, or a server under load."""
+    """Measure the latency of a batch, throughput, a server under load, or a start."""
     _exec_engine("bench", arguments)
 
 

@@ -17,6 +17,7 @@ from trimtab_engine.api.metrics.families import EngineMetrics, MergedRegistry
 from trimtab_engine.api.metrics.observations import FinishedSequence, Observations
 from trimtab_engine.api.metrics.request_log import RequestLog
 from trimtab_engine.api.metrics.stats_line import StatisticsLine
+from trimtab_engine.engine_client.start_clock import StartClock
 from trimtab_engine.messages.admin import EngineState
 from trimtab_engine.messages.lifecycle import CoreReady
 from trimtab_engine.messages.requests import StepStats
@@ -51,6 +52,8 @@ class EngineExporter:
         self.requests = RequestLog()
         self.silences: Callable[[], Mapping[int, float]] = dict
         """Returns the seconds since the last message of each core, by core index."""
+        self.start_clock: StartClock | None = None
+        """The clock of the engine's start; the first core's metrics show it."""
         self._of_cores: dict[int, EngineMetrics] = {}
         self._lines: dict[int, StatisticsLine] = {}
         self._facts: CoreReady | None = None
@@ -98,6 +101,8 @@ class EngineExporter:
         observations.replay(self)
 
     def first_token(self, seconds: float, engine: int) -> None:
+        if self.start_clock is not None:
+            self.start_clock.first_token(seconds)
         if self._facts is not None:
             self._metrics_of(engine, self._facts).first_token(seconds)
 
@@ -137,6 +142,8 @@ class EngineExporter:
             return b""
         for core, seconds in self.silences().items():
             self._metrics_of(core, self._facts).silent_for(seconds)
+        if self.start_clock is not None:
+            self.metrics.start_stages(self.start_clock.seconds)
         if len(self._of_cores) == 1:
             return self.metrics.exposition()
         return generate_latest(MergedRegistry(list(self._of_cores.values())))

@@ -4,7 +4,7 @@ own.
 Updated from the core's StepStats and from finished sequences; one registry per server, so that tests can have several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Metric, generate_latest
 
@@ -97,6 +97,11 @@ class EngineMetrics:
     def silent_for(self, seconds: float) -> None:
         """Set trimtab_core_silence_seconds, the time since the core's last message."""
         self._silence.set(seconds)
+
+    def start_stages(self, seconds: Mapping[str, float]) -> None:
+        """Set trimtab_start_seconds, the duration of each stage of the engine's start."""
+        for stage, duration in seconds.items():
+            self._start.of(stage).set(duration)
 
     def on_step(self, stats: StepStats) -> None:
         """Record one step's statistics. Hundreds arrive per second, for dozens of families: they are counted in
@@ -234,6 +239,7 @@ class EngineMetrics:
         self._generation = self._gauge("trimtab_config_generation", "Generation of the applied configuration")
         self._silence = self._gauge("trimtab_core_silence_seconds", "Seconds since the core's last message")
         self._layout_ranks = self._gauge("trimtab_layout_ranks", "Number of running ranks")
+        self._start = self._labelled_gauge("trimtab_start_seconds", "Seconds of each stage of the start", "stage")
         self._kv_blocks = self._labelled_gauge("trimtab_kv_blocks", "KV blocks by state", "state")
         self._config_value = self._labelled_gauge("trimtab_config_value", "Applied value of each live field", "field")
         self._sleep_state = self._labelled_gauge(

@@ -26,6 +26,7 @@ from trimtab_engine.config.engine import EngineConfig, set_log_level
 from trimtab_engine.engine_client.client import CoreClient
 from trimtab_engine.engine_client.launcher import CoreLauncher
 from trimtab_engine.engine_client.scaling import CoreScaling
+from trimtab_engine.engine_client.start_clock import StartClock, format_stages
 from trimtab_engine.ipc.malloc import set_up_for_requests
 from trimtab_engine.ipc.network import in_url
 from trimtab_engine.ipc.open_files import raise_open_file_limit
@@ -100,6 +101,8 @@ class _EngineServer:
         self._options, self._shutdown_timeout = options, shutdown_timeout
         self._url = _url_of(sockets[0])
         count = options.api_server_count
+        downloaded = options.downloaded
+        self._clock = StartClock(download_seconds=0.0 if downloaded is None else downloaded.seconds)
         self._hub = StateHub(self._hello, lambda enabled: self._core.report_state(enabled=enabled))
         self._launcher = CoreLauncher(config, num_clients=1 if count == 1 else 1 + count)
         self._exporter = EngineExporter(
@@ -116,12 +119,14 @@ class _EngineServer:
             secret=SharedSecret.read(config.rendezvous_secret_file),
             media_cache_bytes=config.media_cache_bytes,
             on_ready=self._exporter.begin,
+            on_stage=self._clock.enter,
             on_step=self._exporter.on_step,
             on_state=self._on_state,
             on_gone=self._on_gone,
             on_report=self._hub.receive,
         )
         self._exporter.silences = self._core.silent_seconds
+        self._exporter.start_clock = self._clock
         self._scaling = CoreScaling(self._core, self._launcher, config)
         self._state = ServerState(options, self._core, self._exporter)
         self._servers: ServerFrontend
@@ -206,6 +211,8 @@ class _EngineServer:
         """Load the servers. Raises ConfigError if a tokenizer cannot be read."""
         await self._servers.load()
         if self._core.ready is not None and self._core.is_alive:
+            self._clock.finish()
+            logger.info("start: %s", format_stages(self._clock.seconds))
             logger.info("ready: serving %s at %s", ", ".join(self._options.served_model_names), self._url)
 
     async def _wait_for_end(self, load: "asyncio.Task[None]", statistics: "asyncio.Task[None]") -> int:

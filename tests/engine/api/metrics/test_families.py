@@ -78,9 +78,21 @@ def test_every_contract_family_exists(metrics: EngineMetrics) -> None:
         "reduce_scatter",
         "device",
         "host",
+        "process",
+        "download",
+        "imports",
+        "ready",
+        "first_token",
     }
     missing = {n.removesuffix("_total") if n != "iteration_tokens_total" else n for n in named} - words - present
     assert not missing
+
+
+def test_start_stages_have_one_sample_each(metrics: EngineMetrics) -> None:
+    metrics.start_stages({"imports": 1.5, "weights": 0.5})
+    metrics.start_stages({"imports": 1.5, "weights": 0.75})
+    assert sample(metrics, "trimtab_start_seconds", stage="imports") == 1.5
+    assert sample(metrics, "trimtab_start_seconds", stage="weights") == 0.75
 
 
 def test_every_sample_has_model_and_engine_labels(metrics: EngineMetrics) -> None:
