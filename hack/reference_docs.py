@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
 COMMAND = "`make reference`"
 WIDTH = 118
-CAPPED = ("gpuMemoryUtilization", "maxNumSeqs", "maxNumBatchedTokens")  # parameters whose bound is a cap of the engine
+CAPPED = tuple(record.CAPPED_FIELDS.values())  # parameters whose bound is a cap of the engine
 
 
 def row(*cells: str) -> str:
@@ -65,6 +65,8 @@ def effect_of(path: str) -> str:
         return 'live; rolling from or to `"Off"` if a bound has no `max`'
     if path == "rollout.drainTimeout":
         return "rolling"
+    if top == "engine" and rest in CAPPED:
+        return "live up to the cap, else rolling"
     if top == "engine" and rest in record.LIVE_FIELDS:
         return "live"
     return "live" if top in record.NOT_RENDERED else "rolling"

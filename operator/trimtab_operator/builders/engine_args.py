@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from decimal import Decimal
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.download import SWITCH, download_flags, pinned_uri
@@ -12,7 +11,7 @@ from trimtab_operator.builders.labels import ADMIN_PORT, HTTP_PORT, LEADER, REND
 from trimtab_operator.builders.model_volume import mounted_path
 from trimtab_operator.builders.rendezvous_secret import RENDEZVOUS_FILE, RENDEZVOUS_MOUNT
 from trimtab_operator.layout import layout_of
-from trimtab_operator.resource.live_parameters import live_parameters
+from trimtab_operator.resource.live_parameters import live_parameters, plain
 from trimtab_operator.resource.quantity import parse_quantity, parse_seconds
 from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculative
 
@@ -49,7 +48,7 @@ def engine_args(deployment: InferenceDeployment, *, token_hashes: TokenHashes) -
         "--block-size": spec.engine.block_size,
         "--kv-cache-dtype": spec.engine.kv_cache_dtype,
         "--quantization": spec.engine.quantization,
-        **_live_parameter_flags(spec),
+        **_live_parameter_flags(deployment),
         **_engine_flags(spec),
         **_layout_flags(spec),
         "--shutdown-timeout": f"{parse_seconds(spec.rollout.drain_timeout):g}",
@@ -131,11 +130,11 @@ def _speculative_config(speculative: Speculative | None) -> str | None:
     return json.dumps({name: value for name, value in fields.items() if value is not None}, sort_keys=True)
 
 
-def _live_parameter_flags(spec: Spec) -> dict[str, object]:
+def _live_parameter_flags(deployment: InferenceDeployment) -> dict[str, object]:
     """Return the flags of start values in the spec and of caps."""
     flags: dict[str, object] = {}
-    for parameter in live_parameters(spec):
-        flag = "--" + parameter.field.replace("_", "-")
+    for parameter in live_parameters(deployment.spec, deployment.caps):
+        flag = start_flag(parameter.field)
         if parameter.is_start_given and parameter.start is not None:
             flags[flag] = plain(parameter.start)
         if parameter.cap is not None:
@@ -143,6 +142,28 @@ def _live_parameter_flags(spec: Spec) -> dict[str, object]:
     return flags
 
 
-def plain(value: Decimal) -> str:
-    """Format a number canonically (0.90 → 0.9, 1E+3 → 1000), so that another spelling does not roll the pods."""
-    return format(value.normalize(), "f")
+def start_flag(field: str) -> str:
+    """Return the flag with the start value of a live parameter."""
+    return "--" + field.replace("_", "-")
+
+
+def live_start_flags(spec: Spec) -> frozenset[str]:
+    """Return the flags whose values are PATCHed to running engines instead of replacing pods."""
+    return frozenset(start_flag(parameter.field) for parameter in live_parameters(spec) if parameter.is_live)
+
+
+def with_start_values(args: Sequence[str], deployment: InferenceDeployment) -> list[str]:
+    """Return recorded arguments with the live start values of the present spec, each before its cap."""
+    live, wanted = live_start_flags(deployment.spec), _live_parameter_flags(deployment)
+    found = []
+    for arg in without_flags(args, live):
+        flag = arg.partition("=")[0].removesuffix("-cap")
+        if flag in live & wanted.keys() and arg.startswith(f"{flag}-cap="):
+            found.append(f"{flag}={wanted[flag]}")
+        found.append(arg)
+    return found
+
+
+def without_flags(args: Iterable[str], flags: Collection[str]) -> list[str]:
+    """Return the arguments without these flags, which have their values after `=`."""
+    return [arg for arg in args if arg.partition("=")[0] not in flags]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab_operator.builders.admin_token import TokenHashes
-from trimtab_operator.builders.engine_args import group_flags
+from trimtab_operator.builders.engine_args import group_flags, live_start_flags, with_start_values, without_flags
 from trimtab_operator.builders.labels import (
     DEPLOYMENT_LABEL,
     GROUP_LABEL,
@@ -25,7 +25,8 @@ from trimtab_operator.builders.pod import pod_spec, worker_pod_spec
 from trimtab_operator.builders.record import RECORD_ANNOTATION, Record, asked_of
 from trimtab_operator.layout import layout_of
 from trimtab_operator.resource.canonical_json import compact
-from trimtab_operator.resource.spec import DOWNLOADED, PIN, RESTARTED_AT, InferenceDeployment
+from trimtab_operator.resource.live_parameters import caps_of
+from trimtab_operator.resource.spec import DOWNLOADED, PIN, RESTARTED_AT, InferenceDeployment, Spec
 
 GANG_BACKOFF_ANNOTATION = "trimtab.dev/gang-backoff"  # on a leader's StatefulSet: see observed/hold.py
 REVISION_LENGTH = 10  # hex digits: 40 bits distinguish the few revisions of one resource
@@ -45,9 +46,16 @@ def pod_template(deployment: InferenceDeployment, *, token_hashes: TokenHashes) 
     return made
 
 
-def revision_of(template: Mapping[str, Any]) -> str:
-    """Return the hash of a pod template."""
-    return hashlib.sha256(compact(template).encode()).hexdigest()[:REVISION_LENGTH]
+def revision_of(template: Mapping[str, Any], spec: Spec) -> str:
+    """Return the hash of a pod template without the start values that are PATCHed to running engines."""
+    (main,) = template["spec"]["containers"]
+    hashed = _with_args(template, without_flags(main["args"], live_start_flags(spec)))
+    return hashlib.sha256(compact(hashed).encode()).hexdigest()[:REVISION_LENGTH]
+
+
+def _with_args(template: Mapping[str, Any], args: list[str]) -> dict[str, Any]:
+    (main,) = template["spec"]["containers"]
+    return {**template, "spec": {**template["spec"], "containers": [{**main, "args": args}]}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ class Rendered:
     @property
     def record(self) -> Record:
         """Record that is stored with each replica."""
-        return Record(self.asked, self.deployment.image, self.template)
+        return Record(self.asked, self.deployment.image, self.template, caps_of(self.deployment))
 
 
 def rendered(
@@ -82,12 +90,17 @@ def rendered(
 ) -> Rendered:
     """Return the rendered resource: with the recorded pod template for its spec if there is one, else a new template.
 
+    Live start values are always those of the spec.
     `records` are indexed by the hash of the requested spec (`records_of`).
     """
     asked = asked_of(deployment)
     record = records.get(asked)
-    template = pod_template(deployment, token_hashes=token_hashes) if record is None else record.template
-    return Rendered(deployment, template, revision_of(template), asked, record is not None)
+    if record is None:
+        template = pod_template(deployment, token_hashes=token_hashes)
+    else:
+        (main,) = record.template["spec"]["containers"]
+        template = _with_args(record.template, with_start_values(main["args"], deployment))
+    return Rendered(deployment, template, revision_of(template, deployment.spec), asked, record is not None)
 
 
 def leader_stateful_set(

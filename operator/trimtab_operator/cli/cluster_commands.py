@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from trimtab_operator.builders.record import LIVE_FIELDS
+from trimtab_operator.builders.record import CAPPED_FIELDS, LIVE_FIELDS
 from trimtab_operator.cli.cluster import Cluster, Context, Namespace
 from trimtab_operator.cli.names import complete_name
 from trimtab_operator.cli.shared import exit_with_error
@@ -152,7 +152,8 @@ def set_fields(
     cluster.patch(name, _merge_patch(changes), dry_run=dry_run)
     for path, value in changes:
         field = path.removeprefix("spec.engine.")
-        effect = "live: running requests continue" if field in LIVE_FIELDS else "rolling: replicas are replaced"
+        limit = " up to the cap" if field in CAPPED_FIELDS.values() else ""
+        effect = f"live{limit}: running requests continue" if field in LIVE_FIELDS else "rolling: replicas are replaced"
         typer.echo(f"{path} = {json.dumps(value)}  ({effect}){' (dry run)' if dry_run else ''}")
 
 

@@ -60,6 +60,7 @@ class Webhook:
         configuration: str | None,
         default_image: str | None,
         allowed_privileges: frozenset[str] = NO_PRIVILEGES,
+        has_router: bool = True,
         operator_class: str | None = None,
         on_review: Callable[[str, float], None] = lambda _verdict, _seconds: None,
     ) -> None:
@@ -71,6 +72,7 @@ class Webhook:
         self._configuration = configuration
         self._default_image = default_image
         self._allowed_privileges = allowed_privileges
+        self._has_router = has_router
         self._operator_class = operator_class
         self._on_review = on_review
         """Receives the verdict and the seconds of each review."""
@@ -224,7 +226,12 @@ class Webhook:
             return allow(asked["request"])
         known = await self._cluster_context(asked["request"])
         return await asyncio.to_thread(
-            review, asked, default_image=self._default_image, allowed_privileges=self._allowed_privileges, known=known
+            review,
+            asked,
+            default_image=self._default_image,
+            allowed_privileges=self._allowed_privileges,
+            has_router=self._has_router,
+            known=known,
         )
 
     async def _key(self, uid: str) -> str:

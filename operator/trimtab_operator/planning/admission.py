@@ -13,10 +13,12 @@ from trimtab_operator.layout.facts import ModelFacts
 from trimtab_operator.layout.gpus import Gpu
 from trimtab_operator.layout.node_gpus import gpu_for, too_few_gpus
 from trimtab_operator.planning.model_facts import cached_facts
+from trimtab_operator.planning.router import router_errors
 from trimtab_operator.resource.allowed_privileges import NO_PRIVILEGES
 from trimtab_operator.resource.limits import cap_findings
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import CLASS_IMMUTABLE, KIND, REPLICAS_IGNORED, InferenceDeployment, class_of
+from trimtab_operator.resource.validation_error import ValidationError
 from trimtab_operator.validation.engine_flags import argument_warnings
 from trimtab_operator.validation.rules import validation_errors
 
@@ -41,22 +43,28 @@ def validation_messages(
     allowed_privileges: frozenset[str] = NO_PRIVILEGES,
     facts: ModelFacts | None = None,
     gpu: Gpu | None = None,
+    has_router: bool = True,
 ) -> list[str]:
     """Return all validation errors of a resource as lines; empty if it is valid.
 
+    `has_router` is False if the installation is known to have no routers.
     If fields have the wrong type, the rules check the resource without these fields, so that one answer has all errors.
     """
 
     def parse(body: Mapping[str, Any]) -> InferenceDeployment:
         return InferenceDeployment.parse(body, default_image=default_image, allowed_privileges=allowed_privileges)
 
+    def check(body: Mapping[str, Any]) -> tuple[ValidationError, ...]:
+        deployment = parse(body)
+        return (*validation_errors(deployment, facts, gpu), *router_errors(deployment, has_router=has_router))
+
     try:
-        return [str(error) for error in validation_errors(parse(body), facts, gpu)]
+        return [str(error) for error in check(body)]
     except InvalidSpec as error:
         findings = list(error.findings)
     wrong = [finding.partition(":")[0] for finding in findings]
     try:
-        others = validation_errors(parse(_without(body, wrong)), facts, gpu)
+        others = check(_without(body, wrong))
     except InvalidSpec:
         return findings
     return findings + [str(error) for error in others if not any(_overlap(error.field, field) for field in wrong)]
@@ -98,9 +106,10 @@ def review(
     *,
     default_image: str | None,
     allowed_privileges: frozenset[str] = NO_PRIVILEGES,
+    has_router: bool = True,
     known: ClusterContext = NO_CLUSTER_CONTEXT,
 ) -> dict[str, Any]:
-    """Return the response to an AdmissionReview v1.
+    """Return the response to an AdmissionReview v1. `has_router` is False if the installation has no routers.
 
     An update that does not change the spec is always allowed: labels and finalizers of a resource that an older version
     accepted must stay editable. So is every update of a resource that is being deleted. A write to /scale is allowed,
@@ -114,7 +123,7 @@ def review(
     new, old = request_body.get("object") or {}, request_body.get("oldObject") or {}
     if should_validate(request_body) and (request_body["operation"] == "CREATE" or new.get("spec") != old.get("spec")):
         errors = validation_messages(
-            new, default_image=default_image, allowed_privileges=allowed_privileges
+            new, default_image=default_image, allowed_privileges=allowed_privileges, has_router=has_router
         ) or _transition_errors(new, old)
         errors = errors or _new_layout_errors(new, old, default_image, known)
         if errors:

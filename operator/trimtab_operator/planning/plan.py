@@ -30,7 +30,7 @@ from trimtab_operator.layout.node_gpus import too_few_gpus
 from trimtab_operator.observed.actions import Action, Apply, Delete, Event, LiveValues, Patch
 from trimtab_operator.observed.drift import plan_applies
 from trimtab_operator.observed.engines import view_of
-from trimtab_operator.observed.groups import ordinal_of
+from trimtab_operator.observed.groups import ordinal_of, revision_label
 from trimtab_operator.observed.phases import EngineView
 from trimtab_operator.planning.apply_backoff import FilteredActions, RepeatedApply, suppress_repeated_applies
 from trimtab_operator.planning.children import plan_children, plan_rendezvous_secret, plan_tuning_state
@@ -60,13 +60,13 @@ from trimtab_operator.planning.resolve import (
     recall,
     resolve,
     with_known_facts,
-    with_recorded_image,
+    with_recorded_choices,
 )
 from trimtab_operator.planning.router import plan_client_service, plan_router, selects_router, view_router
 from trimtab_operator.planning.snapshot import ClusterSnapshot, engine_targets
 from trimtab_operator.planning.state import RecalledState, ReconcilerState
 from trimtab_operator.planning.status_inputs import StatusInputs
-from trimtab_operator.planning.tuning import current_replicas, dump_tuner_state
+from trimtab_operator.planning.tuning import current_replicas, dump_tuner_state, start_values
 from trimtab_operator.resource.spec import REPLICAS_IGNORED, InferenceDeployment
 from trimtab_operator.rollout.group_assignment import GroupAssignment, allowed_down, assign_revisions
 from trimtab_operator.rollout.pod_lifecycle import PodLifecyclePlan, plan_pod_lifecycle
@@ -74,6 +74,8 @@ from trimtab_operator.rollout.rollback import RolloutState, SurgePlan, plan_roll
 from trimtab_operator.rollout.surge import unschedulable_groups
 from trimtab_operator.tuner.decide import TunerOutput
 from trimtab_operator.tuner.moves import Decision
+from trimtab_operator.tuner.parameters import Parameter, Value, Values
+from trimtab_operator.tuner.safety import applicable_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +379,7 @@ def status_inputs_after_error(
 ) -> StatusInputs:
     """Return the status inputs for a plan that could not be executed: the present children and the problem."""
     records = records_of(snapshot.children.stateful_sets)
-    snapshot = with_known_facts(with_recorded_image(snapshot, records))
+    snapshot = with_known_facts(with_recorded_choices(snapshot, records))
     snapshot = replace(snapshot, deployment=with_model_facts(snapshot.deployment, snapshot.children))
     status_inputs = cluster_status_inputs(snapshot, recall(snapshot, state))
     if snapshot.parse_errors:
@@ -409,21 +411,44 @@ def _plan_state_writes(found: Resolution, rollout: RolloutState, tuned: TunerOut
 
 
 def _patches(found: Resolution, values: ValuesChoice) -> tuple[Patch, ...]:
-    """Return the patches that bring each engine to the tuned values, and then to the scheduling policy.
+    """Return the patches that bring each engine to its start values, the tuned values and then the scheduling policy.
 
-    They are sent one after the other, so that an engine that rejects one still gets the other.
+    They are sent one after the other, so that an engine that rejects one still gets the others.
     """
     targets = {target.group: target for target in engine_targets(found.known)}
-    tuned = values.tuned.patches
-    knobs = {group: {knob.value: value for knob, value in fields.items()} for group, fields in tuned.items()}
-    wanted: dict[str, LiveValues] = {**values.queue.patches, **knobs}
+    starts = _start_values(found, values.tuned.state.applied)
     patches = []
-    for group, fields in wanted.items():
-        target, config = targets[group], found.snapshot.engines[group].config
-        if target.address is not None and config is not None:
-            fallback = values.queue.patches.get(group) if group in knobs else None
-            patches.append(Patch(target, fields, config.generation, fallback, needs_state=group in knobs))
+    for group, target in targets.items():
+        seen = found.snapshot.engines.get(group)
+        if target.address is None or seen is None or seen.config is None:
+            continue
+        start, tuned = applicable_values(seen.config, starts.get(group, {})), values.tuned.patches.get(group, {})
+        steps = ({**start, **tuned}, start if tuned else {}, values.queue.patches.get(group, {}))
+        first, second, *_ = (*(_by_name(step) for step in steps if step), None, None)
+        if first is not None:
+            patches.append(Patch(target, first, seen.config.generation, second, needs_state=bool(tuned)))
     return tuple(patches)
+
+
+def _by_name(fields: Mapping[Parameter, Value] | LiveValues) -> LiveValues:
+    """Return values by their names in the admin API."""
+    return {str(name): value for name, value in fields.items()}
+
+
+def _start_values(found: Resolution, tuned: Values) -> dict[str, Values]:
+    """Return the start values of each group's revision, without the parameters that the tuner sets.
+
+    They are sent in every tuning mode: an edit of a start value reaches running engines, and an engine that was started
+    before the edit gets it again after a restart. Groups of other revisions keep their values.
+    """
+    specs = {one.revision: one.deployment.spec for one in (found.known_good, found.wanted) if one is not None}
+    known = {revision: start_values(spec) for revision, spec in specs.items()}
+    revisions = {group.name: revision_label(group.leader) for group in found.known.groups if group.leader is not None}
+    return {
+        name: {parameter: value for parameter, value in known[revision].items() if parameter not in tuned}
+        for name, revision in revisions.items()
+        if revision in known
+    }
 
 
 def _request_counts(snapshot: ClusterSnapshot) -> dict[str, float]:

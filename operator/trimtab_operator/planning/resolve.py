@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trimtab_operator.builders.admin_token import TokenHashes
-from trimtab_operator.builders.record import Record, asked_of, records_of
+from trimtab_operator.builders.record import Record, asked_of, find_record, records_of
 from trimtab_operator.builders.stateful_set import Rendered, pod_template, rendered
 from trimtab_operator.layout.node_gpus import gpu_for
 from trimtab_operator.observed.actions import Action
@@ -76,7 +76,7 @@ class UnresolvedSpec:
 def resolve(snapshot: ClusterSnapshot, state: ReconcilerState) -> Resolution | UnresolvedSpec:
     """Check the spec, read the model and render the revisions."""
     seen, records = snapshot, records_of(snapshot.children.stateful_sets)
-    snapshot = with_known_facts(with_recorded_image(seen, records))
+    snapshot = with_known_facts(with_recorded_choices(seen, records))
     known = recall(snapshot, state)
     rollout = state.rollout or stored_rollout(
         snapshot.deployment, snapshot.children, key=snapshot.token, former_key=snapshot.former_token
@@ -102,14 +102,16 @@ def recall(snapshot: ClusterSnapshot, state: ReconcilerState) -> RecalledState:
     return replace(known, state=replace(layouts, tuner=_recall_tuner_state(snapshot, state)))
 
 
-def with_recorded_image(snapshot: ClusterSnapshot, records: Mapping[str, Record]) -> ClusterSnapshot:
-    """Return the snapshot with the recorded image if the spec has none, as the operator's default may have changed
-    since.
+def with_recorded_choices(snapshot: ClusterSnapshot, records: Mapping[str, Record]) -> ClusterSnapshot:
+    """Return the snapshot with the recorded caps, and with the recorded image if the spec has none, as the operator's
+    default may have changed since.
     """
-    record = records.get(asked_of(snapshot.deployment))
-    if record is None or record.image is None or snapshot.deployment.spec.runtime.image is not None:
+    deployment = snapshot.deployment
+    record = find_record(deployment, records)
+    if record is None:
         return snapshot
-    return replace(snapshot, deployment=replace(snapshot.deployment, image=record.image))
+    image = deployment.image if deployment.spec.runtime.image is not None else record.image or deployment.image
+    return replace(snapshot, deployment=replace(deployment, caps=record.caps, image=image))
 
 
 def _recall_tuner_state(snapshot: ClusterSnapshot, state: ReconcilerState) -> TunerState:
@@ -131,8 +133,8 @@ def with_known_facts(snapshot: ClusterSnapshot) -> ClusterSnapshot:
 def _spec_errors(snapshot: ClusterSnapshot) -> tuple[ValidationError, ...]:
     if snapshot.parse_errors:
         return snapshot.parse_errors
-    deployment = snapshot.deployment
-    return (*validation_errors(deployment), *router_errors(deployment, snapshot.installation))
+    deployment, has_router = snapshot.deployment, snapshot.installation.router is not None
+    return (*validation_errors(deployment), *router_errors(deployment, has_router=has_router))
 
 
 def _is_already_running(

@@ -73,9 +73,9 @@ class IdleWatch:
 # --- children ---------------------------------------------------------------------------------------------------------
 
 
-def router_errors(deployment: InferenceDeployment, installation: Installation) -> tuple[ValidationError, ...]:
-    """Return the validation error of a router that this installation does not support."""
-    if deployment.spec.active_router is None or installation.router is not None:
+def router_errors(deployment: InferenceDeployment, *, has_router: bool) -> tuple[ValidationError, ...]:
+    """Return the validation error of a router in an installation without routers."""
+    if has_router or deployment.spec.active_router is None:
         return ()
     return (ValidationError("spec.router", NO_ROUTER_IN_INSTALLATION),)
 

@@ -47,20 +47,23 @@ def settings_of(spec: Spec) -> Settings:
     A missing bound is the engine's.
     """
     bounds: dict[Parameter, Bounds] = {}
-    starts: dict[Parameter, Value] = {}
     for knob in live_parameters(spec):
         name = Parameter(knob.field)
         given = getattr(spec.tuning.bounds, knob.field)
         if given is not None:
             bounds[name] = Bounds(_number(name, given.min), _number(name, given.max))
-        if knob.start is not None:
-            starts[name] = typed(name, float(knob.start))
     if spec.tuning.bounds.watermark is not None:
         bounds[Parameter.WATERMARK] = Bounds(None, _number(Parameter.WATERMARK, spec.tuning.bounds.watermark.max))
     wanted = wanted_scheduling(spec)
     by_deadline = wanted is not None and wanted.policy is SchedulingPolicy.DEADLINE
     objectives = replace(objectives_of(spec.objectives), order_queues=by_deadline)
-    return Settings(Mode(spec.tuning.mode), objectives, bounds, starts, scaling_of(spec.scaling))
+    return Settings(Mode(spec.tuning.mode), objectives, bounds, start_values(spec), scaling_of(spec.scaling))
+
+
+def start_values(spec: Spec) -> dict[Parameter, Value]:
+    """Return the start values of live parameters, without those that the engine chooses."""
+    names = ((Parameter(parameter.field), parameter.start) for parameter in live_parameters(spec))
+    return {name: typed(name, float(start)) for name, start in names if start is not None}
 
 
 def scaling_of(wanted: owner.Scaling | None) -> Scaling | None:

@@ -187,6 +187,7 @@ def _webhook(cluster: Cluster, options: Options, metrics: OperatorMetrics) -> We
         configuration=options.webhook_config_name,
         default_image=options.default_image,
         allowed_privileges=options.installation.allowed_privileges,
+        has_router=options.installation.router is not None,
         operator_class=options.installation.operator_class,
         on_review=lambda verdict, seconds: metrics.webhook_reviews.labels(verdict=verdict).observe(seconds),
     )

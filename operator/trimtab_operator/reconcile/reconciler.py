@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from trimtab_operator.board.recorder import Recorder
 from trimtab_operator.engines.poller import EnginePoller
 from trimtab_operator.engines.router_client import RouterPoller
 from trimtab_operator.errors import Gone, NameTaken, NotLeading, NotYet
@@ -88,6 +89,7 @@ class Reconciler:
     http: aiohttp.ClientSession
     heartbeats: Heartbeats
     work_queue: WorkQueue
+    recorder: Recorder = field(default_factory=Recorder)
     _tick_limiter: PriorityLimiter = field(
         default_factory=lambda: PriorityLimiter(
             MAX_CONCURRENT_TICKS, max_background_when_urgent=MAX_BACKGROUND_TICKS_WHEN_URGENT
@@ -142,6 +144,7 @@ class Reconciler:
         self.heartbeats.forget(str(key))
         if is_gone:
             self.executor.metrics.forget(key.namespace, key.name)
+            self.recorder.forget(key.namespace, key.name)
             self.observer.forget(key)
 
     @property
@@ -192,6 +195,7 @@ class Reconciler:
         plan = with_rejections(plan, result.rejections, num_ticks=loop.num_rejected_ticks)
         await self._yield_to_urgent(loop)
         status = await self.executor.update_status(snapshot, plan, result.done, is_status_due=not is_deferred)
+        self.recorder.record(snapshot, plan, status)
         loop.is_status_deferred = is_deferred
         loop.state = replace(plan.state, repeated_applies=plan.repeated_applies)
         if loop.num_rejected_ticks > MIN_FAILURES_TO_REPORT:  # the rejected objects are written at each tick

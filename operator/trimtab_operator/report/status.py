@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from trimtab_operator.builders.engine_args import plain, served_name
+from trimtab_operator.builders.engine_args import served_name
 from trimtab_operator.builders.labels import HTTP_PORT, leader_selector, selector_text, service_name
 from trimtab_operator.layout import layout_of
 from trimtab_operator.layout.degrees import Degrees
@@ -23,7 +23,7 @@ from trimtab_operator.report.conditions import (
     without_foreign_conditions,
 )
 from trimtab_operator.report.tuning_status import format_number, tuning_status
-from trimtab_operator.resource.live_parameters import live_parameters
+from trimtab_operator.resource.live_parameters import live_parameters, plain
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import timestamp
@@ -189,7 +189,7 @@ def router_status(router: RouterView) -> dict[str, Any]:
 def engine_status(deployment: InferenceDeployment, inputs: StatusInputs) -> dict[str, Any]:
     """Return the configured start values and caps, and the values that most ready engines report."""
     configured: dict[str, Any] = {}
-    for knob in live_parameters(deployment.spec):
+    for knob in live_parameters(deployment.spec, deployment.caps):
         for suffix, value in (("", knob.start), ("_cap", knob.cap)):
             if value is not None:
                 configured[camel(knob.field + suffix)] = plain(value)

@@ -57,6 +57,8 @@ Quantity = Annotated[str, Field(pattern=QUANTITY, max_length=24), AfterValidator
 Duration = Annotated[str, Field(pattern=DURATION, min_length=2, max_length=24), AfterValidator(canonical_duration)]
 FineDuration = Annotated[str, Field(pattern=FINE_DURATION, max_length=10), AfterValidator(canonical_duration)]
 IntOrString = int | str
+Caps = tuple[str | None, str | None, str | None]
+"""Caps of gpu_memory_utilization, max_num_seqs and max_num_batched_tokens; None for the engine's default."""
 
 
 def schema(**extra: Any) -> dict[str, Any]:
@@ -290,10 +292,14 @@ class Speculative(Model):
         description="Source of the draft tokens: ngram, the text of the request; draft_model, a smaller model; eagle, "
         "a head trained for this model; mtp, the multi-token prediction layer of the model.",
     )
-    num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Maximum draft tokens per step. Live.")
+    num_speculative_tokens: int = Field(default=3, ge=1, le=32, description="Maximum draft tokens per step.")
     model: str | None = Field(
         default=None, min_length=1, max_length=1024, description="file:/// uri of the draft model or the EAGLE head."
     )
+
+
+LIVE_UP_TO_CAP = "Live up to the cap in status.engine.configured; a higher value replaces replicas."
+ROLLING_ON_GPUS = "On GPUs, setting or removing it replaces replicas."
 
 
 class Engine(Model):
@@ -301,13 +307,20 @@ class Engine(Model):
 
     gpu_memory_utilization: Fraction | None = Field(
         default=None,
-        description='Fraction of the device memory that the engine may use, as a decimal string such as "0.90". Live.',
+        description='Fraction of the device memory that the engine may use, as a decimal string such as "0.90". '
+        + LIVE_UP_TO_CAP,
     )
     max_num_seqs: int | None = Field(
-        default=None, ge=1, le=65536, description="Maximum number of running requests. Live."
+        default=None,
+        ge=1,
+        le=65536,
+        description=f"Maximum number of running requests. {LIVE_UP_TO_CAP} {ROLLING_ON_GPUS}",
     )
     max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, le=1048576, description="Token budget of one step. Live."
+        default=None,
+        ge=1,
+        le=1048576,
+        description=f"Token budget of one step. {LIVE_UP_TO_CAP} {ROLLING_ON_GPUS}",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -920,6 +933,8 @@ class InferenceDeployment:
     allowed_privileges: frozenset[str] = NO_PRIVILEGES
     created_at: str = ""
     """Creation time in the API server's format."""
+    caps: Caps | None = None
+    """Caps that running pods have reserved (resource/live_parameters.py); None for those of a new revision."""
 
     @property
     def replicas(self) -> int:

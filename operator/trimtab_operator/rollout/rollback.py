@@ -36,10 +36,11 @@ from trimtab_operator.observed.groups import Group, ObservedChildren
 from trimtab_operator.observed.phases import EngineView, phase_of
 from trimtab_operator.observed.terminations import NO_TERMINATION_MESSAGE, last_termination_message, num_crashes
 from trimtab_operator.resource.canonical_json import compact
+from trimtab_operator.resource.live_parameters import caps_of
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.quantity import parse_seconds
 from trimtab_operator.resource.signed_text import sign, verify
-from trimtab_operator.resource.spec import InferenceDeployment
+from trimtab_operator.resource.spec import Caps, InferenceDeployment
 from trimtab_operator.resource.time import parse_time
 from trimtab_operator.rollout.crash_evidence import (
     count_crashes,
@@ -70,13 +71,17 @@ UNRENDERED_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class RevisionSpec:
-    """Everything needed to render a revision again: spec as JSON, image, and the time of the last requested restart."""
+    """Everything needed to render a revision again: spec as JSON, image, time of the last requested restart, and caps,
+    which a later start value may not have changed.
+    """
 
     spec: str
     image: str | None
     restarted_at: str | None = None
     commit: str | None = None
     """Commit that the revision of a downloaded model resolved to."""
+    caps: Caps | None = None
+    """Caps of the live parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +274,13 @@ def render_known_good(
 
 
 def revision_spec_of(deployment: InferenceDeployment) -> RevisionSpec:
-    """Return the spec in canonical form, with its image, restart time and commit."""
+    """Return the spec in canonical form, with its image, restart time, commit and caps."""
     return RevisionSpec(
-        compact(_spec_without_replicas(deployment)), deployment.image, deployment.restarted_at, deployment.commit
+        compact(_spec_without_replicas(deployment)),
+        deployment.image,
+        deployment.restarted_at,
+        deployment.commit,
+        caps_of(deployment),
     )
 
 
@@ -279,8 +288,9 @@ def change_of(deployment: InferenceDeployment, revision: str) -> str:
     """Return an identifier of a change, equal as long as neither the rendered pods nor other relevant fields change.
 
     The replica count is left out because autoscalers write it, and tuning because its caps are part of the revision.
+    Live fields are left out because they restart nothing.
     """
-    written = without_live_fields(_spec_without_replicas(deployment))
+    written = without_live_fields(_spec_without_replicas(deployment), deployment.spec)
     rest = {name: value for name, value in written.items() if name not in UNRENDERED_FIELDS}
     digest = hashlib.sha256(compact({"image": deployment.image, "spec": rest}).encode()).hexdigest()
     return f"{revision}-{digest[:10]}"
@@ -310,6 +320,7 @@ def known_good_deployment(deployment: InferenceDeployment, known_good: RevisionS
         image=before.image,
         restarted_at=known_good.restarted_at,
         commit=known_good.commit,
+        caps=known_good.caps,
         weights_bytes=deployment.weights_bytes if spec.model == deployment.spec.model else None,
     )
     return None if validation_errors(found) else found
@@ -542,7 +553,14 @@ def from_text(text: str | None, *, key: str, former_key: str | None = None) -> R
 def _parse_revision_spec(data: Mapping[str, Any] | None) -> RevisionSpec | None:
     if data is None:
         return None
-    return RevisionSpec(str(data["spec"]), data["image"], data.get("restarted_at"), data.get("commit"))
+    caps = data.get("caps")
+    return RevisionSpec(
+        str(data["spec"]),
+        data["image"],
+        data.get("restarted_at"),
+        data.get("commit"),
+        None if caps is None else (caps[0], caps[1], caps[2]),
+    )
 
 
 def _parse_watch(data: Mapping[str, Any]) -> PostRolloutWatch:

@@ -169,8 +169,9 @@ def _off(
 def _apply_spec_changes(state: TunerState, settings: Settings, observation: Observation, now: float) -> TunerState:
     """Apply changes of the spec to the state.
 
-    A new start value discards the tuned value of its parameter and earlier crashes above the old start. Tuned values
-    whose start value is unknown and expired pins are removed too.
+    A new start value, which running engines get as well, discards the tuned value of its parameter and earlier crashes
+    above the old start, and counts as a change of the parameter. Tuned values whose start value is unknown and expired
+    pins are removed too.
     """
     known = dict(state.starts)
     for seen in observation.trusted:
@@ -196,6 +197,7 @@ def _apply_spec_changes(state: TunerState, settings: Settings, observation: Obse
         trial=trial,
         pins=tuple(pin for pin in state.pins if pin.until > now and pin.parameter not in fresh),
         crashes=() if fresh else state.crashes,
+        moved_at={**state.moved_at, **{parameter.value: now for parameter in fresh}},
     )
 
 

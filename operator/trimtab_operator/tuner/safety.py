@@ -91,7 +91,7 @@ def raised_engines(state: TunerState, observation: Observation, patches: Mapping
     """Return the engines that run, or are about to get, values above the start values: restart count by instance.
 
     An engine that cannot be read keeps its entry. Without a raised value the result is empty: after a lowered start
-    value, engines that still run the old one are replaced anyway.
+    value, engines that still run the old one get the new one at once.
     """
     if not any(is_above_start(state, parameter, value) for parameter, value in state.applied.items()):
         return {}

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine_model_samples import sample_of
-from operator_cluster import STARTS, TICK_SECONDS, FakeCluster, FakeEngine
+from operator_cluster import TICK_SECONDS, FakeCluster, FakeEngine
 from trimtab_operator.observed.engines import EngineObservation, EngineTarget
 from trimtab_operator.observed.groups import is_pod_ready
 from trimtab_operator.planning.plan import ReconcilePlan
 from trimtab_operator.tuner.engine_model import EngineModel, EngineModelPolicy, KvBlocks, Sequence, StepCost
 from trimtab_operator.tuner.parameters import Parameter
 
+ENGINE = {"gpuMemoryUtilization": "0.74", "maxNumSeqs": 32, "maxNumBatchedTokens": 512}
 COST = StepCost(9e-3, 7e-4, 4.5e-3, 1e-7)
 BLOCKS, BLOCK = 151, 16
 STEP_SECONDS = 0.25
@@ -26,7 +27,7 @@ class LoadedCluster(FakeCluster):
     """A cluster whose engines serve: so many `clients`, each of which pauses between two requests."""
 
     def __init__(self, **spec: Any) -> None:
-        super().__init__(start_seconds=START_SECONDS, **spec)
+        super().__init__(start_seconds=START_SECONDS, **{"engine": ENGINE, **spec})
         self.clients: list[tuple[Sequence | None, float]] = []
         """What each client waits for, and when it asks again."""
         self.pause_seconds = 0.0
@@ -61,9 +62,9 @@ class LoadedCluster(FakeCluster):
 
     def _twin(self, uid: str) -> EngineModel:
         if uid not in self.twins:
-            policy = EngineModelPolicy(
-                int(STARTS[Parameter.MAX_NUM_SEQS]), int(STARTS[Parameter.MAX_NUM_BATCHED_TOKENS]), 0.0
-            )
+            values = self.engines[uid].values
+            seqs, tokens = values[Parameter.MAX_NUM_SEQS], values[Parameter.MAX_NUM_BATCHED_TOKENS]
+            policy = EngineModelPolicy(int(seqs), int(tokens), 0.0)
             self.twins[uid] = EngineModel(COST, policy, KvBlocks(BLOCKS, BLOCK), now=self.now)
         return self.twins[uid]
 

@@ -51,7 +51,7 @@ from trimtab_operator.resource.installation import Installation
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.resource.time import parse_time, timestamp
-from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value
+from trimtab_operator.tuner.parameters import FieldRange, Parameter, Value, typed
 from trimtab_operator.tuner.samples import Config, Counters, Finished, Gauges, Ledger, RequestUpdates, Sample
 
 TICK_SECONDS = 5.0
@@ -60,19 +60,15 @@ BROKEN = "--broken"  # engines with this argument never become Ready
 NO_DEMAND = RouterReport(0.0, 0, 0, 0)
 KEY = Key("n", "m", "u-m")
 TOKEN = admin_token(SECRET, KEY.uid)
-STARTS: Mapping[Parameter, Value] = {
-    Parameter.GPU_MEMORY_UTILIZATION: 0.74,
-    Parameter.MAX_NUM_SEQS: 32,
-    Parameter.MAX_NUM_BATCHED_TOKENS: 512,
+DEFAULTS: Mapping[Parameter, Value] = {
+    Parameter.GPU_MEMORY_UTILIZATION: 0.9,
+    Parameter.MAX_NUM_SEQS: 128,
+    Parameter.MAX_NUM_BATCHED_TOKENS: 2048,
     Parameter.WATERMARK: 0.0,
 }
+"""Start values of an engine on the CPU without flags."""
+FIXED_CACHE_FLAGS = ("--kv-cache-memory-bytes=", "--num-gpu-blocks-override=")
 TIMES = {"ttft_target": 0.0, "ttft_target_per_prompt_token": 0.0}
-LIMITS = {
-    Parameter.GPU_MEMORY_UTILIZATION: (0.5, 0.95),
-    Parameter.MAX_NUM_SEQS: (1, 64),
-    Parameter.MAX_NUM_BATCHED_TOKENS: (32, 1024),
-    Parameter.WATERMARK: (0.0, 0.9),
-}
 
 
 class Killed(BaseException):
@@ -83,7 +79,9 @@ class Killed(BaseException):
 class FakeEngine:
     """What runs in the leader's pod of one group."""
 
-    values: dict[Parameter, Value] = field(default_factory=lambda: dict(STARTS))
+    values: dict[Parameter, Value] = field(default_factory=lambda: dict(DEFAULTS))
+    caps: dict[Parameter, Value] = field(default_factory=lambda: dict(DEFAULTS))
+    has_fixed_cache: bool = False
     policy: str = "fcfs"
     """The order of its queue."""
     policies: tuple[str, ...] = ("fcfs", "priority", "deadline")
@@ -98,9 +96,28 @@ class FakeEngine:
     """Requests that ended, to be told by the next look."""
 
     @classmethod
-    def older(cls) -> FakeEngine:
-        """One of before there were deadlines."""
-        return cls(policies=("fcfs", "priority"), times={})
+    def of_args(cls, args: Iterable[str], *, is_older: bool = False) -> FakeEngine:
+        """An engine with the start values and caps of its command line; an older one does not know `deadline`."""
+        flags = dict(flag.partition("=")[::2] for flag in args)
+        engine = cls(policies=("fcfs", "priority"), times={}) if is_older else cls()
+        for parameter in set(Parameter) - {Parameter.WATERMARK}:
+            flag = "--" + parameter.value.replace("_", "-")
+            engine.values[parameter] = typed(parameter, float(flags.get(flag, DEFAULTS[parameter])))
+            engine.caps[parameter] = typed(parameter, float(flags.get(f"{flag}-cap", engine.values[parameter])))
+        engine.has_fixed_cache = any(f"{flag}=".startswith(FIXED_CACHE_FLAGS) for flag in flags)
+        assert all(engine.values[parameter] <= engine.caps[parameter] for parameter in engine.caps), "start above cap"
+        return engine
+
+    def fields(self) -> dict[Parameter, FieldRange]:
+        """The range in which each parameter could be set alone, now."""
+        seqs, tokens = self.values[Parameter.MAX_NUM_SEQS], self.values[Parameter.MAX_NUM_BATCHED_TOKENS]
+        utilization_cap, caps = self.caps[Parameter.GPU_MEMORY_UTILIZATION], self.caps
+        return {
+            Parameter.GPU_MEMORY_UTILIZATION: FieldRange(not self.has_fixed_cache, 0.1, utilization_cap),
+            Parameter.MAX_NUM_SEQS: FieldRange(True, 1, min(tokens, caps[Parameter.MAX_NUM_SEQS])),
+            Parameter.MAX_NUM_BATCHED_TOKENS: FieldRange(True, seqs, caps[Parameter.MAX_NUM_BATCHED_TOKENS]),
+            Parameter.WATERMARK: FieldRange(True, 0.0, 0.9),
+        }
 
     def patch(self, fields: LiveValues) -> None:
         """Set live fields, all of which it knows."""
@@ -113,6 +130,8 @@ class FakeEngine:
             else:
                 assert not isinstance(value, str)
                 self.values[Parameter(name)] = value
+                assert name == Parameter.WATERMARK or value <= self.caps[Parameter(name)], f"{name} is above its cap"
+        assert self.values[Parameter.MAX_NUM_SEQS] <= self.values[Parameter.MAX_NUM_BATCHED_TOKENS]
         assert self.policy != "deadline" or self.times["ttft_target"] > 0, "a deadline without a target"
         self.generation += 1
 
@@ -478,8 +497,8 @@ class FakeCluster:
         }
         self.pods[name] = {"metadata": metadata, "spec": copy.deepcopy(template["spec"]), "status": {}}
         self._born[name] = self.now
-        image = template["spec"]["containers"][0].get("image")
-        self.engines[uid] = FakeEngine.older() if image in self.older_images else FakeEngine()
+        main = template["spec"]["containers"][0]
+        self.engines[uid] = FakeEngine.of_args(main.get("args", ()), is_older=main.get("image") in self.older_images)
 
     def _schedule(self) -> None:
         placed = sum("nodeName" in pod["spec"] for pod in self.pods.values())
@@ -553,8 +572,7 @@ class FakeCluster:
         engine = self.engines.get(target.instance)
         if target.address is None or engine is None or not self.is_answering or target.pod in self.silent:
             return EngineObservation(target.ready, "no answer")
-        fields = {knob: FieldRange(True, *LIMITS[knob]) for knob in Parameter}
-        config = Config(engine.generation, dict(engine.values), fields, 1024)
+        config = Config(engine.generation, dict(engine.values), engine.fields(), 1024)
         queue = ReportedScheduling(engine.policy, engine.policies, dict(engine.times))
         if not target.ready:
             return EngineObservation(False, "not ready", config=config, queue=queue, load=("weights", 40))

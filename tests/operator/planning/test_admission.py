@@ -113,3 +113,16 @@ def test_ignored_replicas_may_be_removed_but_not_changed() -> None:
     assert verdict(a_body(scaling=scaling), old)["allowed"] is True
     assert verdict(a_body(scaling=scaling, replicas=1), old)["allowed"] is True, "the default of the API server"
     assert verdict(a_body(scaling=scaling, replicas=4), old)["allowed"] is False
+
+
+@pytest.mark.parametrize(
+    ("router", "has_router", "is_allowed"), [({}, True, True), ({}, False, False), ({"enabled": False}, False, True)]
+)
+def test_router_is_rejected_without_routers_in_installation(
+    router: dict[str, Any], has_router: bool, is_allowed: bool
+) -> None:
+    request = {"uid": "1", "operation": "CREATE", "object": a_body(router=router)}
+    found = review({"request": request}, default_image=None, has_router=has_router)["response"]
+    assert found["allowed"] is is_allowed
+    if not is_allowed:
+        assert "spec.router: this operator has no --router" in found["status"]["message"]

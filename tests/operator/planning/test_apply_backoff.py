@@ -48,7 +48,7 @@ def test_suppressed_apply_is_retried_periodically() -> None:
 def test_another_spec_is_applied_at_once() -> None:
     cluster = PolicedCluster(rollout={"maxSurge": 0})
     applies(cluster, 20)
-    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.edit(engine={"blockSize": 32})
     assert applies(cluster, 1) == 1
 
 

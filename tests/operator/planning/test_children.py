@@ -107,7 +107,7 @@ def test_scale_in_removes_replica_of_unknown_load_last() -> None:
 
 def test_scale_in_removes_outdated_before_idle_current_replica() -> None:
     cluster = a_settled_cluster(replicas=3)
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     for _ in range(3):
         cluster.tick()  # the first one of three is brought up to date, and is Ready
     assert len(set(cluster.revisions)) == 2
@@ -135,7 +135,7 @@ def test_scale_in_leaves_nothing_of_the_group() -> None:
 
 def test_rollout_updates_groups_one_by_one() -> None:
     cluster = a_settled_cluster(replicas=3)
-    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.edit(engine={"blockSize": 32})
     for name in ("m-g0", "m-g1", "m-g2"):
         assert [
             one.manifest["metadata"]["name"] for one in cluster.plan_reconcile().children if isinstance(one, Apply)
@@ -152,7 +152,7 @@ def test_a_rollout_respects_max_unavailable(max_unavailable: int | str, replicas
     rollout = {"maxUnavailable": max_unavailable}
     assert allowed_down(a_deployment(rollout=rollout), replicas) == down
     cluster = a_settled_cluster(replicas=replicas, rollout=rollout)
-    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.edit(engine={"blockSize": 32})
     assert len(cluster.decide().children) == down
 
 
@@ -162,7 +162,7 @@ def test_rollout_with_unready_replicas_respects_max_unavailable(max_unavailable:
     cluster = a_settled_cluster(replicas=10, rollout={"maxUnavailable": max_unavailable})
     for ordinal in range(8):
         cluster.set_ready(f"m-g{ordinal}-0", False)
-    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.edit(engine={"blockSize": 32})
     assert len(applied(cluster)) == taken
     cluster.plan_reconcile()
     assert applied(cluster) == []  # replaced replicas are down until they are Ready again
@@ -173,20 +173,20 @@ def test_replicas_that_still_load_are_brought_up_to_date_at_once() -> None:
     cluster = FakeCluster(start_seconds=600.0, replicas=4)
     for _ in range(4):
         cluster.tick()
-    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.edit(engine={"blockSize": 32})
     assert len(applied(cluster)) == 4
 
 
 def test_rollout_updates_down_before_serving_groups() -> None:
     cluster = a_settled_cluster(replicas=3)
     cluster.set_ready("m-g2-0", False)
-    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.edit(engine={"blockSize": 32})
     assert applied(cluster) == [("StatefulSet", "m-g2")]
 
 
 def test_serving_group_is_kept_while_another_is_down() -> None:
     cluster = a_settled_cluster(replicas=3)
-    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.edit(engine={"blockSize": 32})
     cluster.plan_reconcile()
     cluster.unready.add("m-g0-0")  # the first replica of the new revision is not Ready yet
     cluster.controllers()
@@ -247,7 +247,7 @@ def test_random_events_converge_within_replica_count(seed: int) -> None:
     for _ in range(60):
         move = chance.random()
         if move < 0.15:
-            cluster.edit(replicas=chance.randrange(5), engine={"maxNumSeqs": chance.choice([16, 32])})
+            cluster.edit(replicas=chance.randrange(5), engine={"blockSize": chance.choice([16, 32])})
         elif move < 0.3 and cluster.pods:
             cluster.set_ready(chance.choice(sorted(cluster.pods)), chance.random() < 0.7)
         elif move < 0.4 and cluster.pods:
@@ -379,7 +379,7 @@ def test_rendezvous_secret_is_per_resource_and_not_the_token() -> None:
 
 def test_both_stateful_sets_of_a_group_carry_one_revision_in_a_rollout() -> None:
     cluster = a_settled_cluster(parallelism=THREE, replicas=2)
-    cluster.edit(engine={"maxNumSeqs": 32})
+    cluster.edit(engine={"blockSize": 32})
     cluster.plan_reconcile()
     assert all(cluster.revisions), "the leader's and the workers' differ"
     assert len(set(cluster.revisions)) == 2

@@ -435,7 +435,7 @@ def test_forged_commit_is_not_rolled_out() -> None:
     cluster = downloaded_cluster()
     assert served_commits(cluster) == {COMMITS[0]}
     cluster.objects["ConfigMap", "m-facts"]["data"][COMMIT_KEY] = COMMITS[1]
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     cluster.settle()
     assert served_commits(cluster) == {COMMITS[0]}
     assert cluster.objects["ConfigMap", "m-facts"]["data"][COMMIT_KEY] == COMMITS[0]

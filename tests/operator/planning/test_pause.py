@@ -98,7 +98,7 @@ def test_removed_annotation_resumes(text: str | None) -> None:
 
 def test_pause_does_not_time_out_a_change() -> None:
     cluster = a_settled_cluster(start_seconds=8.0, rollout={"startTimeout": "20s", "drainTimeout": "1s"})
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     cluster.plan_reconcile()
     pause(cluster)
     cluster.settle()

@@ -49,7 +49,7 @@ def test_removed_unready_replica_is_a_precondition() -> None:
 
 def test_overwritten_objects_and_deleted_pods_are_preconditions() -> None:
     cluster = a_settled_cluster(replicas=2)
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     everybody = {"m", "m-g0", "m-g0-0", "m-g1", "m-g1-0"}
     assert grounds(cluster) == everybody
     cluster.plan_reconcile()

@@ -96,7 +96,7 @@ def test_a_single_replica_may_be_evicted() -> None:
 
 def test_rollout_waits_for_evicted_pod() -> None:
     cluster = settled(replicas=3, rollout={"maxSurge": 0, "bakeTime": "0s"})
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     cluster.plan_reconcile()
     cluster.controllers()
     assert [pod.name for pod in cluster.decide().urgent_deletes] == ["m-g0-0"], "its template is another one by now"
@@ -132,7 +132,7 @@ async def test_drain_before_replacement_keeps_availability(
     reconciler, loop = a_reconciler(cluster), a_loop(cluster)
     reconciler = replace(reconciler, observer=replace(reconciler.observer, cluster=cast("Cluster", cluster)))
     await reconciler.tick(loop)
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     for tick in range(4):
         if tick == 1:
             cluster.victim = "m-g2-0"
@@ -157,7 +157,7 @@ def test_drains_during_rollout_respect_max_unavailable(batch: int, surge: int, w
         evicted = 0
         for tick in range(60):
             if tick == 3:
-                cluster.edit(engine={"maxNumSeqs": 16})
+                cluster.edit(engine={"blockSize": 16})
             for name in chance.sample(sorted(cluster.pods), len(cluster.pods)):
                 evicted += chance.random() < 0.3 and evict(cluster, name)
             assert serving(cluster) >= replicas - 1, f"seed {seed}, tick {tick}: drained"

@@ -97,7 +97,7 @@ async def test_uncached_pods_are_revalidated_before_deletion() -> None:
     cluster = Copied(replicas=2, rollout={"maxSurge": 0, "bakeTime": "0s"})
     cluster.settle()
     old = cluster.pods["m-g0-0"]["metadata"]["uid"]
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     cluster.plan_reconcile()
     cluster.controllers()
     assert any(action.name == "m-g0-0" for action in cluster.decide().urgent_deletes)

@@ -63,7 +63,7 @@ def in_place(**spec: Any) -> FakeCluster:
     """A cluster that replaces replicas in place; the first one was just given another template."""
     cluster = FakeCluster(rollout={"maxSurge": 0, "bakeTime": "0s"}, **spec)
     cluster.settle()
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     cluster.plan_reconcile()
     cluster.controllers()
     return cluster

@@ -117,7 +117,7 @@ def test_replica_added_after_upgrade_equals_others(monkeypatch: pytest.MonkeyPat
 def test_an_edit_after_an_upgrade_brings_all_that_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = a_settled_cluster()
     upgrade(cluster, monkeypatch)
-    cluster.edit(engine={"maxNumSeqs": 16})
+    cluster.edit(engine={"blockSize": 16})
     cluster.settle()
     assert images(cluster) == {"engine:2"}
     assert {found["spec"]["containers"][0]["startupProbe"]["periodSeconds"] for found in cluster.pods.values()} == {7}
@@ -203,7 +203,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"runtime": {"device": "cpu", "image": "engine:2"}},
     {"runtime": {"device": "cpu", "image": "engine:1", "args": ["--seed=1"]}},
     {"engine": {"maxNumSeqs": 16}},
-    {"engine": {"gpuMemoryUtilization": "0.5"}},
+    {"engine": {"gpuMemoryUtilization": "0.96"}},
     {"parallelism": {"pipeline": 2}},
     {"rollout": {"drainTimeout": "31s"}},
     {"tuning": {"mode": "Off"}},
@@ -220,6 +220,7 @@ NO_CHANGES: tuple[dict[str, Any], ...] = (
     {"tuning": {"bounds": {"maxNumSeqs": {"min": 2}}}},
     {"parallelism": {"tensor": 1}},
     {"engine": {"schedulingPolicy": "priority"}},
+    {"engine": {"gpuMemoryUtilization": "0.5"}},
     {"objectives": {"ttft": {"target": "2s"}}, "engine": {"schedulingPolicy": "deadline"}},
     {"template": {}},
 )

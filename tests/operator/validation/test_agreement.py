@@ -11,8 +11,10 @@ import pytest
 from operator_builders import a_resource
 from operator_cluster import FakeCluster
 from trimtab_operator.planning.admission import review, validation_messages
+from trimtab_operator.resource.installation import Installation, RouterDefaults, RouterRole
 
 SPECS, BATCHES = 500, 5
+ROUTER = RouterDefaults(image="router:1", role=RouterRole(kind="ClusterRole", name="router"))
 IMAGE = "engine:1"
 SPEC: dict[str, Any] = {
     "model": {"uri": "hf://org/name", "revision": "main", "servedName": "m", "tokenSecretRef": {"name": "s"}},
@@ -22,6 +24,7 @@ SPEC: dict[str, Any] = {
     "replicas": 2,
     "objectives": {"ttft": {"target": "500ms"}, "itl": {"target": "50ms"}},
     "tuning": {"mode": "Auto", "bounds": {"maxNumSeqs": {"min": 1, "max": 32}}},
+    "router": {"enabled": True},
     "rollout": {"maxSurge": 1, "maxUnavailable": "50%", "drainTimeout": "30s", "bakeTime": "10s"},
     "template": {
         "metadata": {"labels": {"team": "a"}},
@@ -70,12 +73,14 @@ def test_validate_webhook_and_reconciler_agree(batch: int) -> None:
     num_invalid = 0
     for seed in range(batch, SPECS, BATCHES):
         body = {**a_resource(), "kind": "InferenceDeployment", "spec": mistaken_spec(random.Random(seed))}
-        messages = validation_messages(body, default_image=IMAGE)
+        has_router = seed % 10 != 0
+        messages = validation_messages(body, default_image=IMAGE, has_router=has_router)
         num_invalid += bool(messages)
         request = {"uid": "r", "operation": "CREATE", "object": copy.deepcopy(body)}
-        verdict = review({"request": request}, default_image=IMAGE)["response"]
+        verdict = review({"request": request}, default_image=IMAGE, has_router=has_router)["response"]
         assert verdict["allowed"] is not bool(messages), f"seed {seed}: {messages}"
         cluster = FakeCluster(knows_the_model=False)
+        cluster.installation = Installation(router=ROUTER if has_router else None)
         cluster.body = copy.deepcopy(body)
         cluster.tick()
         ready = cluster.condition("Ready")
