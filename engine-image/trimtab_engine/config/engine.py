@@ -47,10 +47,6 @@ EncoderMode = Literal["weights", "data"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LOOPBACK_INTERFACE = "lo"
 MAX_RANKS = 4096  # per degree: far above any machine; rejects absurd values early
-CORE_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
-"""Rounds that the model's threads spin before they sleep, where the container sets nothing. By default they spin so
-long that decode all but stops when other processes want the same CPUs; this costs about an eighth when none do.
-"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -440,17 +436,6 @@ def first_visible_gpu() -> int | str | None:
 def c_compiler() -> str | None:
     """Return the compiler with which Triton builds its launchers: CC, else gcc or clang. None without one."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-
-
-def core_environment() -> dict[str, str]:
-    """Return the engine core's environment: this process's, and core-specific defaults."""
-    return {**CORE_ENVIRONMENT, **os.environ}
-
-
-def set_core_environment() -> None:
-    """Set the same for an engine in this process. It has an effect only before torch is first imported."""
-    for name, value in CORE_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
 
 
 def use_interface_between_ranks(name: str | None) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.engine_client.client import CoreClient
+from trimtab_engine.engine_client.early_core import EarlyCore
 from trimtab_engine.engine_client.nodes.hub import Hub
 from trimtab_engine.engine_client.nodes.messages import CoreEnded
 from trimtab_engine.engine_client.started_core import DEAD_GRACE_SECONDS, StartedCore, cause_of_end
@@ -57,12 +58,12 @@ class CoreLauncher:
         return ClientAddresses(f"{name}/to-{core}-{client}", f"{name}/from-{core}-{client}")
 
     @property
-    def processes(self) -> list[asyncio.subprocess.Process]:
+    def processes(self) -> list[asyncio.subprocess.Process | EarlyCore]:
         """The processes of this node's cores, once they were started."""
         return [core.process for core in self._cores.values()]
 
     @property
-    def process(self) -> asyncio.subprocess.Process | None:
+    def process(self) -> asyncio.subprocess.Process | EarlyCore | None:
         """The first core's process. None before it was started."""
         return self.processes[0] if self._cores else None
 

@@ -3,17 +3,16 @@
 import asyncio
 import contextlib
 import signal
-import sys
 from dataclasses import dataclass
 
 import msgspec
 
-from trimtab_engine.config.engine import core_environment
+from trimtab_engine.config.core_environment import core_environment
+from trimtab_engine.engine_client.early_core import CORE_COMMAND, EarlyCore, take_early_core
 from trimtab_engine.errors import EngineDead
 from trimtab_engine.ipc.parent_death import environment_with_parent
 from trimtab_engine.messages.lifecycle import CoreStart
 
-CORE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "trimtab_engine.core.process")
 SHUTDOWN_SECONDS = 5.0  # for the core to leave its loop before it is killed
 DEAD_GRACE_SECONDS = 0.5  # for the core's last message with the cause to arrive after its exit
 
@@ -23,15 +22,20 @@ class StartedCore:
     """A started core. `index` is its data-parallel rank."""
 
     index: int
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | EarlyCore
 
     @classmethod
     async def start(cls, index: int, start: CoreStart) -> "StartedCore":
-        """Start the process.
+        """Start the process, or use the one that was started early.
 
         Raises:
             EngineDead: If it cannot be started.
         """
+        line = msgspec.json.encode(start) + b"\n"
+        early = take_early_core()
+        if early is not None:
+            early.send(line)
+            return cls(index, early)
         try:
             process = await asyncio.create_subprocess_exec(
                 *CORE_COMMAND,
@@ -43,7 +47,7 @@ class StartedCore:
             raise EngineDead(f"the engine core's process cannot be started: {error}") from error
         assert process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it has ended already; waiting for its end reports that
-            process.stdin.write(msgspec.json.encode(start) + b"\n")
+            process.stdin.write(line)
             await process.stdin.drain()
         return cls(index, process)
 

@@ -14,7 +14,8 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from trimtab_engine.config.engine import EngineConfig, core_environment
+from trimtab_engine.config.core_environment import core_environment
+from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.errors import ConfigError, WorkerDied
 from trimtab_engine.executor.messages import FromWorker, Hello, Join, Stop, ToWorker, WorkerFailed, WorkerStart
 from trimtab_engine.executor.rendezvous import announce_core, join_groups, leave_groups, open_store, own_address_at

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from trimtab_engine.config.engine import EngineConfig, set_core_environment
+from trimtab_engine.config.core_environment import set_core_environment
+from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.config.json_flags import read_json_object
 from trimtab_engine.config.sampling_defaults import (
     EXAMPLE,
