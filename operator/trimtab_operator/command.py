@@ -1,15 +1,22 @@
-"""Entry points `trimtab` and `trimtab-operator`. Ctrl-C during the import prints no traceback."""
+"""Entry points `trimtab` and `trimtab-operator`. Ctrl-C during the import prints no traceback.
+
+Commands of the engine skip the import: it would be a sixth of the start of a server.
+"""
 
 import os
 import signal
 import sys
 from collections.abc import Callable
 
+from trimtab_operator.cli.engine_program import ENGINE_COMMANDS, exec_engine
+
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code that shells report for Ctrl-C
 
 
 def trimtab() -> None:
     """Run one command of `trimtab`."""
+    if sys.argv[1:2] and sys.argv[1] in ENGINE_COMMANDS:
+        exec_engine(sys.argv[1:])  # returns if the engine is not installed
     _run(_trimtab)
 
 

@@ -5,12 +5,8 @@ Operator and engine share no import, so the commands use the command line only.
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,9 +14,9 @@ from typer._click.core import Context  # typer vendors click and exports these t
 from typer._click.shell_completion import CompletionItem
 from typer.core import TyperCommand
 
+from trimtab_operator.cli.engine_program import ENGINE, engine_program, exec_engine
 from trimtab_operator.cli.shared import exit_with_error
 
-ENGINE = "trimtab-engine"
 COMPLETION_SECONDS = 10.0  # the user waits for the completion
 PASS_THROUGH_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 """Click settings that pass every argument of the command to the engine, including --help."""
@@ -59,24 +55,13 @@ def inspect(arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL
     _exec_engine("inspect", arguments)
 
 
-def engine_program() -> str | None:
-    """Return the path of `trimtab-engine`, None if it is not installed.
-
-    It is searched in the folder of this Python, even if its environment is not activated, and then on PATH.
-    """
-    return shutil.which(ENGINE, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-
-
 def _exec_engine(command: str, arguments: list[str] | None) -> None:
     """Replace this process with the engine's command."""
-    program = engine_program()
-    if program is None:
-        exit_with_error(
-            f"trimtab {command}: needs {ENGINE}, which is not installed; "
-            f"run pip install 'trimtab[engine]=={version('trimtab')}'"
-        )
-    sys.stdout.flush()
-    os.execv(program, [program, command, *(arguments or ())])  # noqa: S606 - a shell would parse the arguments again
+    exec_engine([command, *(arguments or ())])
+    exit_with_error(
+        f"trimtab {command}: needs {ENGINE}, which is not installed; "
+        f"run pip install 'trimtab[engine]=={version('trimtab')}'"
+    )
 
 
 def _words(path: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from trimtab_operator.cli import engine_commands, operator_command, trimtab_command
+from trimtab_operator.cli import engine_commands, engine_program, operator_command, trimtab_command
 from typer.testing import CliRunner
 
 ENGINE = """#!{python}
@@ -30,7 +30,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "trimtab-engine"
     program.write_text(ENGINE.format(python=sys.executable))
     program.chmod(0o755)
-    monkeypatch.setattr(engine_commands, "engine_program", lambda: str(program))
+    for module in (engine_commands, engine_program):
+        monkeypatch.setattr(module, "engine_program", lambda: str(program))
     return program
 
 
@@ -46,13 +47,17 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ["serve"],
     ],
 )
-def test_every_word_reaches_the_engine_and_its_exit_code_comes_back(engine: Path, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "main", ["trimtab_operator.command.trimtab()", "trimtab_operator.cli.trimtab_command.main()"], ids=["fast", "typer"]
+)
+def test_every_word_reaches_the_engine_and_its_exit_code_comes_back(engine: Path, words: list[str], main: str) -> None:
     code = (
         "import sys\n"
-        "from trimtab_operator.cli import engine_commands, trimtab_command\n"
-        f"engine_commands.engine_program = lambda: {str(engine)!r}\n"
+        "from trimtab_operator.cli import engine_program\n"
+        f"engine_program.engine_program = lambda: {str(engine)!r}\n"
         f"sys.argv = ['trimtab', *{words!r}]\n"
-        "trimtab_command.main()"
+        f"import {main.rpartition('.')[0]}\n"
+        f"{main}"
     )
     told = subprocess.run(
         [sys.executable, "-c", code],
@@ -64,8 +69,16 @@ def test_every_word_reaches_the_engine_and_its_exit_code_comes_back(engine: Path
     assert (told.returncode, told.stdout.strip(), told.stderr) == (7, str(words), "")
 
 
+def test_engine_commands_are_those_of_the_command_line() -> None:
+    panel = "On this machine (trimtab-engine)"
+    commands = [command for command in trimtab_command.app.registered_commands if command.rich_help_panel == panel]
+    assert [command.callback.__name__ for command in commands if command.callback] == list(
+        engine_program.ENGINE_COMMANDS
+    )
+
+
 def test_engine_commands_without_engine_name_pip_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_commands, "engine_program", lambda: None)
+    monkeypatch.setattr(engine_program, "engine_program", lambda: None)
     result = CliRunner().invoke(trimtab_command.app, ["serve", "MODEL"])
     assert result.exit_code == 2
     assert "pip install 'trimtab[engine]==" in result.output
