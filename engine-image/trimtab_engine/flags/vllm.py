@@ -133,10 +133,11 @@ REJECTED_VALUES: dict[str, str] = {
     "set the variable HF_TOKEN": "--hf-token",
     "use CUDA_VISIBLE_DEVICES": "--device-ids",
     "set rope_parameters in the model's config.json": "--rope-scaling --rope-theta",
+    "set the fields in config.json of a copy of the model's folder": "--hf-overrides={}",
     "use --revision": "--code-revision --tokenizer-revision",
     "use a reverse proxy for TLS": ("--ssl-certfile --ssl-keyfile --ssl-ca-certs --ssl-cert-reqs=0 --ssl-ciphers"),
     "remove it": (
-        "--grpc-port --hf-overrides={} "
+        "--grpc-port "
         "--chat-template-content-format=auto --default-chat-template-kwargs={} "
         "--response-role=assistant --tool-parser-plugin --tool-strict-level=auto --tool-server "
         "--sse-keep-alive-interval=0 --cohere-format --anthropic-disabled-thinking-effort=auto "

@@ -81,6 +81,11 @@ def validate_name(deployment: InferenceDeployment) -> Iterator[ValidationError]:
             "metadata.name",
             f"is {deployment.name!r}: Services are named after it; {NAME_SYNTAX}",
         )
+    if deployment.namespace and not re.fullmatch(DNS_LABEL.strip("^$"), deployment.namespace):
+        yield ValidationError(
+            "metadata.namespace",
+            f"is {deployment.namespace!r}; use the name of a namespace: up to 63 lower-case letters, digits and dashes",
+        )
 
 
 def validate_scaling(deployment: InferenceDeployment) -> Iterator[ValidationError]:
@@ -467,7 +472,12 @@ class UnsupportedField:
 
 
 UNSUPPORTED_ENGINE_FIELDS = (
-    UnsupportedField("quantization", "quantization", lambda v: v == "fp8", "only fp8 is built; set fp8 or remove it"),
+    UnsupportedField(
+        "quantization",
+        "quantization",
+        lambda v: v == "fp8",
+        "only fp8 is built; remove it if the checkpoint is quantized, because its format is read from it, or set fp8",
+    ),
 )
 
 

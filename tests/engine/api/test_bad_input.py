@@ -73,7 +73,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         ({"logprobs": 21}, "21"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop"),
-        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a"] * 17}, "stop: is a list of 17; send at most 16"),
         ({"stop": "x" * 1025}, "stop"),
         ({"stop": ["x" * (1 << 20)]}, "stop"),
         ({"stop": 7}, "stop: Input should be a valid string; or: Input should be a valid list"),
@@ -133,7 +133,7 @@ def test_invalid_completion_is_400_and_names_field(server: Any, fields: dict[str
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "messages: is a list of 0; send at least 1"),
         ({"messages": None}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"prompt": "hi"}, "it belongs to /v1/completions"),

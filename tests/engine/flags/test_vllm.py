@@ -59,6 +59,11 @@ def test_rejected_flags_are_reported_together(capsys: pytest.CaptureFixture[str]
         assert part in text
 
 
+def test_hf_overrides_are_rejected_with_another_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "set the fields in config.json of a copy of the model's folder" in outcome(capsys, '--hf-overrides={"a":1}')
+    assert outcome(capsys, "--hf-overrides={}") == ""
+
+
 @pytest.mark.parametrize("flag", ["--kv-offloading-size=0", "--no-fully-sharded-loras", "--tokenizer-mode=auto"])
 def test_flag_that_asks_for_nothing_is_accepted(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert outcome(capsys, flag) == ""

@@ -34,3 +34,9 @@ def test_its_resources_are_accepted(manifest: dict[str, Any]) -> None:
 def test_its_autoscalers_write_to_scale_of_such_a_resource(manifest: dict[str, Any]) -> None:
     target = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": of(KIND)[0]["metadata"]["name"]}
     assert manifest["spec"]["scaleTargetRef"] == target
+
+
+@pytest.mark.parametrize("manifest", of("HorizontalPodAutoscaler"))
+def test_metric_of_the_hpa_is_a_valid_path_segment(manifest: dict[str, Any]) -> None:
+    names = [metric["pods"]["metric"]["name"] for metric in manifest["spec"]["metrics"]]
+    assert [name for name in names if not re.fullmatch(r"vllm_[a-z_]+", name)] == []

@@ -143,14 +143,20 @@ def _first_error(findings: Any) -> tuple[str | None, str]:
     same = [(place, finding) for place, finding in zip(places, findings, strict=True) if place[:1] == root]
     depth = max(len(place) for place, _ in same)
     deepest = next(place for place, _ in same if len(place) == depth)
-    messages = [_message(finding) for place, finding in same if place == deepest]
-    return ".".join(deepest) or None, "; or: ".join(dict.fromkeys(messages))
+    here = [finding for place, finding in same if place == deepest]
+    lengths = [finding for finding in here if finding["type"] in ("too_long", "too_short")]  # of the intended type
+    return ".".join(deepest) or None, "; or: ".join(dict.fromkeys(map(_message, lengths or here)))
 
 
 def _message(finding: Any) -> str:
-    """Return pydantic's message, unless it mentions Python types."""
-    if finding["type"] in NOT_AN_OBJECT:
+    """Return pydantic's message, unless it mentions Python types or validation."""
+    kind, context = finding["type"], finding.get("ctx", {})
+    if kind in NOT_AN_OBJECT:
         return "Input should be a JSON object"
+    if kind == "too_long" and context.get("field_type") == "List":
+        return f"is a list of {context['actual_length']}; send at most {context['max_length']}"
+    if kind == "too_short" and context.get("field_type") == "List":
+        return f"is a list of {context['actual_length']}; send at least {context['min_length']}"
     return str(finding["msg"]).removeprefix("Value error, ")
 
 
