@@ -138,6 +138,7 @@ def _serve(arguments: argparse.Namespace, downloaded: Downloaded | None) -> int:
         allow_runtime_lora_updating=config.adapters is not None and config.adapters.is_updatable,
         downloaded=downloaded,
         sampling_defaults=sampling_defaults(arguments, config.model),
+        batch_dir=arguments.batch_dir,
         allowed_origins=tuple(arguments.allowed_origins),
         allowed_methods=tuple(arguments.allowed_methods),
         allowed_headers=tuple(arguments.allowed_headers),
@@ -267,6 +268,10 @@ def _check_paths_and_ports(arguments: argparse.Namespace, config: EngineConfig) 
         raise ConfigError(
             """--allow-credentials: browsers reject it for any origin (*); name them: --allowed-origins """
             """'["https://chat.example"]'"""
+        )
+    if arguments.batch_dir is not None and arguments.api_server_count > 1:
+        raise ConfigError(
+            f"--batch-dir: requires one API server ({arguments.api_server_count}); set --api-server-count 1"
         )
     if arguments.port == arguments.admin_port != 0:
         raise ConfigError(f"--admin-port: equals --port ({arguments.port}); set another port")

@@ -88,6 +88,13 @@ def _add_server_flags(group: Any) -> None:
         "--api-key-for-metrics", action="store_true", help="require the API key for /metrics and /load too"
     )
     group.add_argument(
+        "--batch-dir",
+        metavar="DIR",
+        help="directory for OpenAI's Files and Batches APIs (/v1/files, /v1/batches). It outlives the engine: the next "
+        "one resumes unfinished batches. Engines may share it; one at a time runs batches. Requires one API server "
+        "(default: none)",
+    )
+    group.add_argument(
         "--chat-template",
         metavar="FILE",
         help="replaces the model's chat template: a Jinja file; the template itself, on one line; or hermes: "

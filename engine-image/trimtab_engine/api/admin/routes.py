@@ -55,7 +55,7 @@ def build_admin_app(state: ServerState, engine: Engine, log: RequestLog, hub: St
     app.include_router(lifecycle_routes(state), dependencies=authorized)
     readers = [Depends(_authorized(state.options.admin_token_sha256, state.options.state_token_sha256))]
     app.include_router(state_stream_routes(hub), dependencies=readers)
-    app.add_middleware(BodyLimit, max_bytes=lambda: MAX_ADMIN_BODY_BYTES, remedy="send fewer fields", respond=_flat)
+    app.add_middleware(BodyLimit, max_bytes=lambda _: MAX_ADMIN_BODY_BYTES, remedy="send fewer fields", respond=_flat)
     if state.options.admin_token_sha256 is None:
         app.add_middleware(LocalGuard, remedy=LOCAL_ADVICE, respond=_flat)
     return app

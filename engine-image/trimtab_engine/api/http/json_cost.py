@@ -12,6 +12,7 @@ from fastapi import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trimtab_engine.api.http.errors import ApiError, invalid
+from trimtab_engine.api.http.uploads import is_upload
 
 ITEM_COST, LIST_COST, OBJECT_COST = 1, 8, 25
 """Relative time to parse and validate a value, a list and an object in addition to their contents; the unit is about
@@ -66,7 +67,7 @@ class JsonCostLimit:
         self._app, self._max_cost, self._respond = app, max_cost, respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH") or is_upload(scope):
             await self._app(scope, receive, send)
             return
         parts: list[bytes] = []

@@ -14,13 +14,13 @@ class BodyLimit:
     """Middleware that rejects bodies above a size before they are read: by Content-Length, and by counting received
     bytes.
 
-    `max_bytes` is called for each request; `respond` builds the response of an ApiError.
+    `max_bytes` is called with the scope of each request; `respond` builds the response of an ApiError.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        max_bytes: Callable[[], int],
+        max_bytes: Callable[[Scope], int],
         remedy: str,
         respond: Callable[[ApiError], Response] = ApiError.response,
     ) -> None:
@@ -30,7 +30,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        most = self._max_bytes()
+        most = self._max_bytes(scope)
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if not announced.isdigit() or int(announced[:20]) > most:
             await self._respond(self._too_large_error(most))(scope, receive, send)

@@ -7,6 +7,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from trimtab_engine.api.http.connections import ConnectionLimits
+from trimtab_engine.api.http.uploads import is_upload
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; the limit of uvicorn's other parser
 TLS_HANDSHAKE = b"\x16\x03"  # first bytes of TLS; no HTTP method starts so
@@ -103,7 +104,8 @@ class BoundedHeadProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         if self._reads_body:
-            self._limits.receive_body(self, 0 if self.cycle.response_complete else len(body), self.loop.time())
+            is_held = not self.cycle.response_complete and not is_upload(self.scope)
+            self._limits.receive_body(self, len(body) if is_held else 0, self.loop.time())
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

@@ -62,6 +62,8 @@ class ServerOptions:
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
     """True if browsers may send cookies and other credentials of their users."""
+    batch_dir: str | None = None
+    """Directory of files and batches. None without the Files and Batches APIs."""
     downloaded: Downloaded | None = None
     """Download that this start has made, if any."""
 

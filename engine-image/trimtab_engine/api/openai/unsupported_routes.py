@@ -6,7 +6,6 @@ from fastapi import APIRouter, Response
 
 from trimtab_engine.api.http.errors import ApiError
 
-GENERATION = "use /v1/chat/completions or /v1/completions"
 TEXT_ONLY = "only text output is supported"
 UNSUPPORTED = {
     "/v1/moderations": TEXT_ONLY,
@@ -17,8 +16,8 @@ UNSUPPORTED = {
     "/v1/audio/transcriptions": TEXT_ONLY,
     "/v1/audio/translations": TEXT_ONLY,
     "/v1/images/generations": TEXT_ONLY,
-    "/v1/files": "send single requests",
-    "/v1/batches": f"send single requests, or {GENERATION}",
+    "/v1/files": "start the engine with --batch-dir DIR",
+    "/v1/batches": "start the engine with --batch-dir DIR, or send single requests",
     "/v1/fine_tuning/jobs": "fine-tuning is not available",
 }
 

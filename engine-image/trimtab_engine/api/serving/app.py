@@ -1,14 +1,19 @@
 """HTTP application on --port: OpenAI API, probes and metrics, with a body limit and optional API keys."""
 
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Scope
 
 from trimtab_engine.api.anthropic.routes import anthropic_router
+from trimtab_engine.api.batches.routes import batch_router
+from trimtab_engine.api.batches.runner import BatchRunner
 from trimtab_engine.api.http.connections import ConnectionLimits
 from trimtab_engine.api.http.dispatches import AcknowledgeDispatches
 from trimtab_engine.api.http.errors import add_error_handlers
@@ -17,6 +22,7 @@ from trimtab_engine.api.http.json_cost import MAX_COST, JsonCostLimit
 from trimtab_engine.api.http.middleware import BodyLimit, CloseWhileEnding, CountArrivals, LoadingGate
 from trimtab_engine.api.http.path_errors import ADMIN_PORT
 from trimtab_engine.api.http.request_identity import ApiKeyGuard, RequestIds
+from trimtab_engine.api.http.uploads import MAX_FILE_BYTES, is_upload
 from trimtab_engine.api.openai.adapter_routes import adapter_router
 from trimtab_engine.api.openai.embedding_routes import embedding_router
 from trimtab_engine.api.openai.protocol import MAX_BODY_BYTES, MAX_MEDIA_BODY_BYTES
@@ -35,10 +41,9 @@ MAX_UNFINISHED_BODIES = 4  # of the largest size, held in memory while they are 
 METRICS = frozenset({"/metrics", "/load"})
 
 
-def build_app(state: ServerState) -> FastAPI:
+def build_app(state: ServerState, batches: BatchRunner | None = None) -> FastAPI:
     """Return the application. Probes work immediately; generation requires `state.serving`."""
-    app = FastAPI(title="Trimtab engine", version=version("trimtab"), docs_url=None, redoc_url=None)
-    add_error_handlers(app, ADMIN_PORT)
+    app = _app_without_routes()
     app.include_router(
         openai_router(state)
     )  # first, because routes are matched in order and these are the most frequent
@@ -46,6 +51,8 @@ def build_app(state: ServerState) -> FastAPI:
     app.include_router(anthropic_router(state))
     app.include_router(responses_router(state))
     app.include_router(score_router(state))
+    if batches is not None:
+        app.include_router(batch_router(batches))
     app.include_router(_probes(state))
     app.include_router(render_router(state))
     app.include_router(tokenize_router(state))
@@ -54,7 +61,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.add_middleware(JsonCostLimit, max_cost=lambda: _max_json_cost(state))
     app.add_middleware(LoadingGate, not_loaded=state.loading_reason, retry_seconds=RETRY_SECONDS)
     app.add_middleware(ApiKeyGuard, keys=state.options.api_keys, open_paths=_open_paths(state.options))
-    app.add_middleware(BodyLimit, max_bytes=lambda: _max_body_bytes(state), remedy="send a shorter prompt")
+    app.add_middleware(BodyLimit, max_bytes=partial(_max_request_bytes, state), remedy="send a shorter prompt or file")
     app.add_middleware(RequestIds)
     if state.options.allowed_origins:  # outside of the key check: browsers send preflights without credentials
         app.add_middleware(
@@ -71,10 +78,36 @@ def build_app(state: ServerState) -> FastAPI:
     return app
 
 
+def open_batches(state: ServerState) -> BatchRunner | None:
+    """Return the batches of --batch-dir, or None without it. Their requests have an application of their own, without
+    the middleware of connections.
+
+    Raises:
+        ConfigError: The directory cannot be used.
+    """
+    if state.options.batch_dir is None:
+        return None
+    app = _app_without_routes()
+    app.include_router(openai_router(state))
+    app.include_router(embedding_router(state))
+    app.add_middleware(JsonCostLimit, max_cost=lambda: _max_json_cost(state))
+    return BatchRunner(state, Path(state.options.batch_dir), app)
+
+
+def _app_without_routes() -> FastAPI:
+    app = FastAPI(title="Trimtab engine", version=version("trimtab"), docs_url=None, redoc_url=None)
+    add_error_handlers(app, ADMIN_PORT)
+    return app
+
+
 def connection_limits(state: ServerState) -> ConnectionLimits:
     """Return the limits of the public port. Files, other sockets and the admin port need descriptors, too."""
     max_connections = max(raise_open_file_limit() - RESERVED_FILES, 1)
     return ConnectionLimits(max_connections, lambda: MAX_UNFINISHED_BODIES * _max_body_bytes(state))
+
+
+def _max_request_bytes(state: ServerState, scope: Scope) -> int:
+    return MAX_FILE_BYTES if state.options.batch_dir is not None and is_upload(scope) else _max_body_bytes(state)
 
 
 def _max_body_bytes(state: ServerState) -> int:

@@ -8,7 +8,7 @@ from trimtab_engine.api.metrics.observations import Observer
 from trimtab_engine.api.metrics.tracing import tracer_of
 from trimtab_engine.api.openai.loading import load_serving
 from trimtab_engine.api.openai.state import ServerState
-from trimtab_engine.api.serving.app import build_app, connection_limits
+from trimtab_engine.api.serving.app import build_app, connection_limits, open_batches
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.messages.lifecycle import CoreFailed
 
@@ -20,7 +20,8 @@ class SingleServer:
         self, config: EngineConfig, state: ServerState, exporter: EngineExporter, bound: socket.socket
     ) -> None:
         self._config, self._state, self._exporter = config, state, exporter
-        self._http = HttpServer(build_app(state), bound, connection_limits(state))
+        self._batches = open_batches(state)
+        self._http = HttpServer(build_app(state, self._batches), bound, connection_limits(state))
         self._tracer = tracer_of(state.options.otlp_traces_endpoint, state.options.served_model_names[0])
         self.idle = state.idle
 
@@ -37,9 +38,10 @@ class SingleServer:
 
     async def load(self) -> None:
         """Read the tokenizer while the core reads the weights."""
-        self._state.serving = await load_serving(
-            self._config, self._state.options, self._state.core, self._observer, self._tracer
-        )
+        serving = await load_serving(self._config, self._state.options, self._state.core, self._observer, self._tracer)
+        if self._batches is not None:
+            await self._batches.start()
+        self._state.serving = serving
 
     def _observer(self) -> Observer | None:
         return None if self._exporter.metrics is None else self._exporter
@@ -52,6 +54,8 @@ class SingleServer:
 
     def begin_drain(self) -> None:
         self._state.begin_drain()
+        if self._batches is not None:
+            self._batches.stop()
 
     async def settle(self) -> None:
         """Return at once; the count is always current."""
@@ -63,6 +67,8 @@ class SingleServer:
         """Do nothing: the failure is known through the shared connection to the core."""
 
     async def close(self, seconds: int) -> None:
+        if self._batches is not None:
+            await self._batches.close()
         await self._http.close(seconds)
         if self._state.serving is not None:
             await self._state.serving.close()
