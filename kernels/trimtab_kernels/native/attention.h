@@ -87,9 +87,8 @@ INLINE void add_gemm(const float *x, long ldx, long rows, const float *w, long l
                                                     FETCH_NOTHING, y + first * ldy + p * PANEL, ldy);
 }
 
-/* Process a unit of one token. query, output: those of its first head. */
-static void attend_token(const Cache *c, const AttentionUnit *u, float scale, const float *query, float *output,
-                         float *scratch) {
+/* Compute a unit of one token; query: that of its first head. The result is in the scratch memory. */
+static void attend_token(const Cache *c, const AttentionUnit *u, float scale, const float *query, float *scratch) {
     long size = c->head_size, padded = padded_head(size), stride = c->num_kv_heads * size, length = u->position + 1;
     float *sums = scratch, *largest = sums + u->heads, *weighted = largest + u->heads;
     float *scores = weighted + u->heads * padded, *copied = scores + u->heads * KEYS_AT_ONCE;
@@ -121,6 +120,12 @@ static void attend_token(const Cache *c, const AttentionUnit *u, float scale, co
                          PANEL);
         }
     }
+}
+
+/* Store the result of attend_token(); output: that of the unit's first head. */
+INLINE void store_token(const Cache *c, const AttentionUnit *u, const float *scratch, float *output) {
+    long size = c->head_size, padded = padded_head(size);
+    const float *sums = scratch, *weighted = scratch + 2 * u->heads;
     for (long h = 0; h < u->heads; h++)
         for (long i = 0; i < size; i++) output[h * size + i] = weighted[h * padded + i] / sums[h];
 }
@@ -141,13 +146,13 @@ static void pack_keys_and_values(const Cache *c, const AttentionUnit *u, long fi
     }
 }
 
-/* Process a unit of several tokens. query, output: those of the first token's first head; the token strides are ldq and
- * ldo. Token i sees the keys up to position + i:
+/* Compute a unit of several tokens. query: that of the first token's first head; its token stride is ldq. The result is
+ * in the scratch memory. Token i sees the keys up to position + i:
  *
  *     keys      |-- seen by all --|\-- causal ... ---|
  */
-static void attend_tokens(const Cache *c, const AttentionUnit *u, float scale, const float *query, long ldq, float *output,
-                          long ldo, float *scratch) {
+static void attend_tokens(const Cache *c, const AttentionUnit *u, float scale, const float *query, long ldq,
+                          float *scratch) {
     long size = c->head_size, padded = padded_head(size), rows = u->heads * u->tokens;
     float *keys = scratch, *values = keys + KEYS_AT_ONCE * padded, *sums = values + KEYS_AT_ONCE * padded;
     float *largest = sums + rows, *weighted = largest + rows, *scores = weighted + rows * padded;
@@ -176,6 +181,12 @@ static void attend_tokens(const Cache *c, const AttentionUnit *u, float scale, c
                              padded / PANEL, PANEL);
             }
     }
+}
+
+/* Store the result of attend_tokens(); output: that of the first token's first head, with token stride ldo. */
+INLINE void store_tokens(const Cache *c, const AttentionUnit *u, const float *scratch, float *output, long ldo) {
+    long size = c->head_size, padded = padded_head(size), rows = u->heads * u->tokens;
+    const float *sums = scratch + 2 * KEYS_AT_ONCE * padded, *weighted = sums + 2 * rows;
     for (long t = 0; t < u->tokens; t++)
         for (long h = 0; h < u->heads; h++) {
             const float *from = weighted + (h * u->tokens + t) * padded;

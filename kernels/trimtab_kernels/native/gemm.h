@@ -171,6 +171,8 @@ INLINE void finish_panel(const float *sums, const float *bias, long count, long 
 
 INLINE long panels_of(long out) { return (out + PANEL - 1) / PANEL; }
 INLINE long min_of(long a, long b) { return a < b ? a : b; }
+INLINE long max_of(long a, long b) { return a > b ? a : b; }
+INLINE long units_of(long count, long size) { return (count + size - 1) / size; }
 
 /* The rows of x in the format that the matrix is multiplied with: quantised into this thread's scratch, or
  * unchanged. */
@@ -210,34 +212,36 @@ INLINE void scale_panel(const Matrix *m, long output, long rows, float *sums) {
 /* Number of rows that are multiplied at once. */
 INLINE long rows_at_once(const Matrix *m, long rows) { return m->is_quantised ? min_of(ROWS_AT_ONCE, rows) : rows; }
 
-/* Compute columns of y[rows][out] = x . m, or y += x . m: those of the panels [first_panel, last_panel), divided among
- * the threads. At most SLICE_ROWS rows. No barrier. */
-static void multiply_panels(Team team, const Matrix *m, long first_panel, long last_panel, const float *x, long ldx,
+/* Compute columns of y[rows][out] = x . m, or y += x . m: those of the panels [first_panel, last_panel), a stage of
+ * units of one panel. At most SLICE_ROWS rows. */
+static void multiply_panels(Team *team, const Matrix *m, long first_panel, long last_panel, const float *x, long ldx,
                             long rows, float *y, long ldy, int adds, float *scratch) {
     float sums[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
-    long first, last, step = rows_at_once(m, rows);
-    thread_range(team, last_panel - first_panel, &first, &last);
+    long step = rows_at_once(m, rows), unit;
     for (long r = 0; r < rows; r += step) {
         long count = min_of(step, rows - r);
         PreparedRows taken = prepare_rows(m, x + r * ldx, ldx, count, scratch);
-        for (long p = first_panel + first; p < first_panel + last; p++) {
-            long column = p * PANEL;
+        Stage stage = begin_stage(team, last_panel - first_panel, 1);
+        while ((unit = next_unit(&stage)) >= 0) {
+            long p = first_panel + unit, column = p * PANEL;
             multiply_one_panel(m, &taken, p, sums);
             scale_panel(m, column, count, sums);
+            if (!win_unit(team, unit)) continue;
             finish_panel(sums, m->bias ? m->bias + column : NULL, min_of(PANEL, m->out - column), count,
                          y + r * ldy + column, ldy, adds);
+            finish_unit(team, unit);
         }
     }
 }
 
 /* Compute all columns of y. */
-INLINE void multiply(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds,
+INLINE void multiply(Team *team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy, int adds,
                      float *scratch) {
     multiply_panels(team, m, 0, panels_of(m->out), x, ldx, rows, y, ldy, adds, scratch);
 }
 
-/* y[count][PANEL or fewer] = silu(gates) * ups, both [count][PANEL], overwritten. `column`: their column in m's halves. */
-INLINE void finish_gated_panel(const Matrix *m, long column, float *gates, float *ups, long count, float *y, long ldy) {
+/* gates = silu(gates) * ups, both [count][PANEL]. `column`: their column in m's halves. */
+INLINE void gate_panel(const Matrix *m, long column, float *gates, float *ups, long count) {
     long size = m->out / 2, columns = min_of(PANEL, size - column);
     if (m->bias) {
         for (long r = 0; r < count; r++)
@@ -250,7 +254,6 @@ INLINE void finish_gated_panel(const Matrix *m, long column, float *gates, float
         vec gate = load(gates + i);
         store(gates + i, gate / (1.0f + exp_of(-gate)) * load(ups + i));
     }
-    finish_panel(gates, NULL, columns, count, y, ldy, 0);
 }
 
 /* Scale a panel of gates and one of ups. `column`: their column in m's halves. */
@@ -265,20 +268,24 @@ INLINE void scale_halves(const Matrix *m, long column, long rows, float *gates, 
 }
 
 /* y[rows][out / 2] = silu(gate) * up. The panels of m alternate: gate's first, up's first, gate's second, ... */
-static void multiply_gated(Team team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy,
+static void multiply_gated(Team *team, const Matrix *m, const float *x, long ldx, long rows, float *y, long ldy,
                            float *scratch) {
     float gates[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
     float ups[SLICE_ROWS * PANEL] __attribute__((aligned(64)));
-    long first, last, step = rows_at_once(m, rows);
-    thread_range(team, panels_of(m->out / 2), &first, &last);
+    long step = rows_at_once(m, rows), size = m->out / 2, unit;
     for (long r = 0; r < rows; r += step) {
         long count = min_of(step, rows - r);
         PreparedRows taken = prepare_rows(m, x + r * ldx, ldx, count, scratch);
-        for (long p = first; p < last; p++) {
-            multiply_one_panel(m, &taken, 2 * p, gates);
-            multiply_one_panel(m, &taken, 2 * p + 1, ups);
-            scale_halves(m, p * PANEL, count, gates, ups);
-            finish_gated_panel(m, p * PANEL, gates, ups, count, y + r * ldy + p * PANEL, ldy);
+        Stage stage = begin_stage(team, panels_of(size), 1);
+        while ((unit = next_unit(&stage)) >= 0) {
+            long column = unit * PANEL;
+            multiply_one_panel(m, &taken, 2 * unit, gates);
+            multiply_one_panel(m, &taken, 2 * unit + 1, ups);
+            scale_halves(m, column, count, gates, ups);
+            gate_panel(m, column, gates, ups, count);
+            if (!win_unit(team, unit)) continue;
+            finish_panel(gates, NULL, min_of(PANEL, size - column), count, y + r * ldy + column, ldy, 0);
+            finish_unit(team, unit);
         }
     }
 }

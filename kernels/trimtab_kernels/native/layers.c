@@ -4,7 +4,7 @@
  * Python's ABI nor torch's. The caller has checked the shapes; the only possible failure is a failed allocation.
  *
  * A step's rows are computed SLICE_ROWS at a time, so that the scratch memory does not grow with the step. All threads
- * process the slices together, with a barrier before each read of another thread's results:
+ * process the slices together, in stages (team.h) that end before other threads' results are read:
  *
  *     norm | q, k, v | heads: norm, rotate, write k and v | attention | output, add | norm | gate, up | down, add |
  *
@@ -64,20 +64,22 @@ typedef struct {
     long first, count;
     int halves;
     AttentionUnit *units;
-    long *first_unit, *taken; /* of each slice */
+    long *first_unit; /* of each slice */
+    uint32_t *states; /* of units: team.h */
 } Work;
 
 typedef struct {
     float *normalised, *qkv, *attended, *wide, *few_normalised, *thread_memory; /* the last two are per thread */
 } Scratch;
 
-#define FEW_ROWS 2 /* up to here every thread normalises all rows itself, which is faster than a barrier */
+#define FEW_ROWS 2     /* up to here every thread normalises all rows itself, which is faster than a stage */
+#define ROWS_OF_UNIT 4 /* normalised by one thread */
+#define HEADS_OF_UNIT 16
 
-void trimtab_use_threads(void *parallel, void *number, void *size, void *barrier) {
+void trimtab_use_threads(void *parallel, void *number, void *size) {
     gomp_parallel = (parallel_function)parallel;
     thread_number = (int (*)(void))number;
     team_size = (int (*)(void))size;
-    gomp_barrier = (void (*)(void))barrier;
 }
 
 /* Hash of the sources of this build: build.py's sources_hash(). */
@@ -120,44 +122,55 @@ long trimtab_scratch(const Shape *s, long threads) {
 }
 
 /* Normalise the slice's rows of hidden, for all threads to read. */
-static const float *normalise_slice(Team team, const Work *work, const float *weight, long slice, long rows,
+static const float *normalise_slice(Team *team, const Work *work, const float *weight, long slice, long rows,
                                     const Scratch *at) {
     const Shape *s = work->shape;
-    long size = s->hidden_size, first = 0, last = rows, is_own = rows <= FEW_ROWS;
+    long size = s->hidden_size, unit;
     const float *x = work->step->hidden + slice * size;
-    float *y = is_own ? at->few_normalised : at->normalised;
-    if (!is_own) thread_range(team, rows, &first, &last);
-    for (long r = first; r < last; r++) normalise(x + r * size, weight, size, s->eps, y + r * size);
-    if (!is_own) team_barrier(team);
-    return y;
+    if (rows <= FEW_ROWS) {
+        for (long r = 0; r < rows; r++) normalise(x + r * size, weight, size, s->eps, at->few_normalised + r * size);
+        return at->few_normalised;
+    }
+    Stage stage = begin_stage(team, units_of(rows, ROWS_OF_UNIT), 0);
+    while ((unit = next_unit(&stage)) >= 0) {
+        long last = min_of(rows, (unit + 1) * ROWS_OF_UNIT);
+        for (long r = unit * ROWS_OF_UNIT; r < last; r++)
+            normalise(x + r * size, weight, size, s->eps, at->normalised + r * size);
+        finish_unit(team, unit);
+    }
+    return at->normalised;
 }
 
 /* Process heads [first_head, last_head) of q, k and v, in this order, of every row: normalise (if the model does) and
  * rotate q and k in place, and write k and v to their slots. */
-static void write_heads(Team team, const Shape *s, const Layer *layer, const Step *step, long layer_index, long slice,
+static void write_heads(Team *team, const Shape *s, const Layer *layer, const Step *step, long layer_index, long slice,
                         long rows, long first_head, long last_head, float *qkv) {
-    long heads = last_head - first_head, size = s->head_size, first, last;
-    thread_range(team, rows * heads, &first, &last);
-    for (long i = first; i < last; i++) {
-        long row = i / heads, head = first_head + i % heads, kv_head = head - s->num_heads;
-        float *x = qkv + row * qkv_size(s) + head * size;
-        if (kv_head < s->num_kv_heads) {
-            const float *norm = kv_head < 0 ? layer->query_norm : layer->key_norm;
-            if (norm) normalise(x, norm, size, s->eps, x);
-            rotate(x, step->rotation + (slice + row) * size, size);
+    long heads = last_head - first_head, size = s->head_size, count = rows * heads, unit;
+    Stage stage = begin_stage(team, units_of(count, HEADS_OF_UNIT), 0);
+    while ((unit = next_unit(&stage)) >= 0) {
+        long last = min_of(count, (unit + 1) * HEADS_OF_UNIT);
+        for (long i = unit * HEADS_OF_UNIT; i < last; i++) {
+            long row = i / heads, head = first_head + i % heads, kv_head = head - s->num_heads;
+            float *x = qkv + row * qkv_size(s) + head * size;
+            if (kv_head < s->num_kv_heads) {
+                const float *norm = kv_head < 0 ? layer->query_norm : layer->key_norm;
+                if (norm) normalise(x, norm, size, s->eps, x);
+                rotate(x, step->rotation + (slice + row) * size, size);
+            }
+            if (kv_head >= 0) {
+                int is_value = kv_head >= s->num_kv_heads;
+                float *cache = is_value ? step->values[layer_index] : step->keys[layer_index];
+                long place = step->slots[slice + row] * s->num_kv_heads + kv_head - (is_value ? s->num_kv_heads : 0);
+                memcpy(cache + place * size, x, sizeof(float) * size);
+            }
         }
-        if (kv_head >= 0) {
-            int is_value = kv_head >= s->num_kv_heads;
-            float *cache = is_value ? step->values[layer_index] : step->keys[layer_index];
-            long place = step->slots[slice + row] * s->num_kv_heads + kv_head - (is_value ? s->num_kv_heads : 0);
-            memcpy(cache + place * size, x, sizeof(float) * size);
-        }
+        finish_unit(team, unit);
     }
 }
 
 /* Write k and v of all rows of the step. A panel that also contains outputs of q writes those to scratch, where they are
  * not read. */
-static void write_keys_and_values(Team team, const Work *work, long index, const Scratch *at) {
+static void write_keys_and_values(Team *team, const Work *work, long index, const Scratch *at) {
     const Shape *s = work->shape;
     const Step *step = work->step;
     const Layer *layer = work->layers + index;
@@ -167,26 +180,31 @@ static void write_keys_and_values(Team team, const Work *work, long index, const
         const float *x = normalise_slice(team, work, layer->input_norm, slice, rows, at);
         multiply_panels(team, &layer->qkv, first_panel, panels_of(layer->qkv.out), x, s->hidden_size, rows, at->qkv,
                         qkv_size(s), 0, at->thread_memory);
-        team_barrier(team);
         write_heads(team, s, layer, step, index, slice, rows, s->num_heads, heads, at->qkv);
-        team_barrier(team);
     }
 }
 
-static void attend_units(const Work *work, long layer_index, long number, long slice, const Scratch *at) {
+static void attend_units(Team *team, const Work *work, long layer_index, long number, long slice, const Scratch *at) {
     const Shape *s = work->shape;
     const Step *step = work->step;
     Cache cache = {step->keys[layer_index], step->values[layer_index], step->block_size, s->num_kv_heads, s->head_size};
     const AttentionUnit *units = work->units + work->first_unit[number];
     long count = work->first_unit[number + 1] - work->first_unit[number], ldo = s->num_heads * s->head_size, i;
-    while ((i = claim_unit(work->taken + number, count)) >= 0) {
+    Stage stage = begin_stage(team, count, 1);
+    while ((i = next_unit(&stage)) >= 0) {
         const AttentionUnit *u = units + (count - 1 - i); /* a prompt's last tokens have the most keys: process them first */
         const float *query = at->qkv + (u->row - slice) * qkv_size(s) + u->head * s->head_size;
         float *output = at->attended + (u->row - slice) * ldo + u->head * s->head_size;
         if (u->tokens == 1)
-            attend_token(&cache, u, s->scale, query, output, at->thread_memory);
+            attend_token(&cache, u, s->scale, query, at->thread_memory);
         else
-            attend_tokens(&cache, u, s->scale, query, qkv_size(s), output, ldo, at->thread_memory);
+            attend_tokens(&cache, u, s->scale, query, qkv_size(s), at->thread_memory);
+        if (!win_unit(team, i)) continue;
+        if (u->tokens == 1)
+            store_token(&cache, u, at->thread_memory, output);
+        else
+            store_tokens(&cache, u, at->thread_memory, output, ldo);
+        finish_unit(team, i);
     }
 }
 
@@ -195,7 +213,7 @@ INLINE float *result_at(const Work *work, long slice) {
     return (work->partial ? work->partial : work->step->hidden) + slice * work->shape->hidden_size;
 }
 
-static void attention_half(Team team, const Work *work, long index, long number, long slice, long rows,
+static void attention_half(Team *team, const Work *work, long index, long number, long slice, long rows,
                            const Scratch *at) {
     const Shape *s = work->shape;
     const Layer *layer = work->layers + index;
@@ -205,40 +223,33 @@ static void attention_half(Team team, const Work *work, long index, long number,
     long heads = s->num_heads + (has_slices(work->step) ? 0 : 2 * s->num_kv_heads);
     multiply_panels(team, &layer->qkv, 0, panels_of(outputs), x, s->hidden_size, rows, at->qkv, qkv_size(s), 0,
                     at->thread_memory);
-    if (team.index == 0) work->taken[number] = 0;
-    team_barrier(team);
     write_heads(team, s, layer, work->step, index, slice, rows, 0, heads, at->qkv);
-    team_barrier(team);
-    attend_units(work, index, number, slice, at);
-    team_barrier(team);
+    attend_units(team, work, index, number, slice, at);
     multiply(team, &layer->output, at->attended, s->num_heads * s->head_size, rows, result_at(work, slice),
              s->hidden_size, work->partial == NULL, at->thread_memory);
-    team_barrier(team);
 }
 
-static void mlp_half(Team team, const Work *work, long index, long slice, long rows, const Scratch *at) {
+static void mlp_half(Team *team, const Work *work, long index, long slice, long rows, const Scratch *at) {
     const Shape *s = work->shape;
     const Layer *layer = work->layers + index;
     const float *x = normalise_slice(team, work, layer->post_norm, slice, rows, at);
     multiply_gated(team, &layer->gate_up, x, s->hidden_size, rows, at->wide, s->intermediate_size,
                    at->thread_memory);
-    team_barrier(team);
     multiply(team, &layer->down, at->wide, s->intermediate_size, rows, result_at(work, slice), s->hidden_size,
              work->partial == NULL, at->thread_memory);
-    team_barrier(team);
 }
 
 static void run_layers(void *data) {
     const Work *work = data;
     const Step *step = work->step;
-    Team team = join_team(step->threads);
+    Team team = join_team(step->threads, work->states);
     Scratch at = thread_scratch(work->shape, step->scratch, team.index);
     for (long index = work->first; index < work->first + work->count; index++) {
-        if (work->halves & ATTENTION && has_slices(step)) write_keys_and_values(team, work, index, &at);
+        if (work->halves & ATTENTION && has_slices(step)) write_keys_and_values(&team, work, index, &at);
         for (long slice = 0, number = 0; slice < step->num_tokens; slice += SLICE_ROWS, number++) {
             long rows = min_of(SLICE_ROWS, step->num_tokens - slice);
-            if (work->halves & ATTENTION) attention_half(team, work, index, number, slice, rows, &at);
-            if (work->halves & MLP) mlp_half(team, work, index, slice, rows, &at);
+            if (work->halves & ATTENTION) attention_half(&team, work, index, number, slice, rows, &at);
+            if (work->halves & MLP) mlp_half(&team, work, index, slice, rows, &at);
         }
     }
 }
@@ -273,26 +284,39 @@ static long plan_units(const Work *work) {
     return total;
 }
 
+/* The largest number of units of a stage. */
+static long most_units(const Work *work, long slices) {
+    const Shape *s = work->shape;
+    long most = units_of(SLICE_ROWS * (s->num_heads + 2 * s->num_kv_heads), HEADS_OF_UNIT);
+    for (long i = work->first; i < work->first + work->count; i++) {
+        const Layer *layer = work->layers + i;
+        if (work->halves & ATTENTION) most = max_of(most, max_of(panels_of(layer->qkv.out), panels_of(s->hidden_size)));
+        if (work->halves & MLP) most = max_of(most, max_of(panels_of(s->intermediate_size), panels_of(s->hidden_size)));
+    }
+    for (long number = 0; work->units && number < slices; number++)
+        most = max_of(most, work->first_unit[number + 1] - work->first_unit[number]);
+    return most;
+}
+
 /* Layers [first, first + count) over the step's tokens; halves: ATTENTION, MLP or both. `partial` [num_tokens,
  * hidden_size] receives the half's result; NULL: it is added to hidden. Returns 0, or 1 if an allocation failed. */
 int trimtab_layers(const Shape *shape, const Layer *layers, long first, long count, int halves, const Step *step,
                    float *partial) {
     Work work = {shape, layers, step, partial, first, count, halves, NULL, NULL, NULL};
+    int failed = 0;
     long slices = (step->num_tokens + SLICE_ROWS - 1) / SLICE_ROWS;
     if (halves & ATTENTION) {
         long units = plan_units(&work);
         work.units = malloc(sizeof(AttentionUnit) * (units + 1));
-        work.first_unit = malloc(sizeof(long) * (2 * slices + 1));
-        if (!work.units || !work.first_unit) {
-            free(work.units), free(work.first_unit);
-            return 1;
-        }
-        work.taken = work.first_unit + slices + 1;
-        plan_units(&work);
+        work.first_unit = malloc(sizeof(long) * (slices + 1));
+        failed = !work.units || !work.first_unit;
+        if (!failed) plan_units(&work);
     }
-    run_team(run_layers, &work, step->threads);
-    free(work.units), free(work.first_unit);
-    return 0;
+    if (!failed) work.states = calloc(most_units(&work, slices), sizeof(uint32_t));
+    failed = !work.states;
+    if (!failed) run_team(run_layers, &work, step->threads);
+    free(work.units), free(work.first_unit), free(work.states);
+    return failed;
 }
 
 typedef struct {
@@ -301,20 +325,21 @@ typedef struct {
     float *y, *scratch;
     long ldx, rows, ldy, threads;
     int is_gated;
+    uint32_t *states; /* of units: team.h */
 } Multiplication;
 
 static void run_multiplication(void *data) {
     const Multiplication *m = data;
-    Team team = join_team(m->threads);
+    Team team = join_team(m->threads, m->states);
     float *scratch = m->scratch + team.index * quantised_rows_size(m->matrix->in);
     for (long slice = 0; slice < m->rows; slice += SLICE_ROWS) {
         long rows = min_of(SLICE_ROWS, m->rows - slice);
         const float *x = m->x + slice * m->ldx;
         float *y = m->y + slice * m->ldy;
         if (m->is_gated)
-            multiply_gated(team, m->matrix, x, m->ldx, rows, y, m->ldy, scratch);
+            multiply_gated(&team, m->matrix, x, m->ldx, rows, y, m->ldy, scratch);
         else
-            multiply(team, m->matrix, x, m->ldx, rows, y, m->ldy, 0, scratch);
+            multiply(&team, m->matrix, x, m->ldx, rows, y, m->ldy, 0, scratch);
     }
 }
 
@@ -326,7 +351,9 @@ long trimtab_gemm_scratch(const Matrix *matrix, long threads) {
 /* y = x . matrix, or gated (y has half of its columns). */
 void trimtab_multiply(const Matrix *matrix, const float *x, long ldx, long rows, float *y, long ldy, int is_gated,
                       long threads, float *scratch) {
-    Multiplication work = {matrix, x, y, scratch, ldx, rows, ldy, threads, is_gated};
+    uint32_t states[panels_of(matrix->out)];
+    Multiplication work = {matrix, x, y, scratch, ldx, rows, ldy, threads, is_gated, states};
+    memset(states, 0, sizeof states);
     run_team(run_multiplication, &work, threads);
 }
 

@@ -27,7 +27,7 @@ NEEDED_FLAGS = {
     "armv8-a": set[str](),
 }
 """Flags of /proc/cpuinfo; v4's include v3's on every CPU that has them."""
-THREAD_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+THREAD_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class MatrixView(ctypes.Structure):
@@ -79,10 +79,15 @@ def native_library() -> NativeLibrary | NativeUnavailable:
     return compiled_in_cache(cache_folder())
 
 
+def user_cache() -> Path:
+    """Return the user's folder for what later starts reuse: $TRIMTAB_CACHE, else $XDG_CACHE_HOME/trimtab."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("TRIMTAB_CACHE") or f"{caches}/trimtab")
+
+
 def cache_folder() -> Path:
-    """Return the user's folder for libraries of these sources: $TRIMTAB_CACHE, else $XDG_CACHE_HOME/trimtab."""
-    user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("TRIMTAB_CACHE") or f"{user_cache}/trimtab") / "native" / sources_hash()[:16]
+    """Return the user's folder for libraries of these sources."""
+    return user_cache() / "native" / sources_hash()[:16]
 
 
 def compiled_in_cache(folder: Path) -> NativeLibrary | NativeUnavailable:
@@ -134,7 +139,7 @@ def open_library(path: Path, name: str) -> NativeLibrary | NativeUnavailable:
             f"{path.name} was compiled from other sources; run python -m trimtab_kernels.native.build"
         )
     pointer, long = ctypes.c_void_p, ctypes.c_long
-    functions.trimtab_use_threads.argtypes = (pointer, pointer, pointer, pointer)
+    functions.trimtab_use_threads.argtypes = (pointer, pointer, pointer)
     functions.trimtab_use_threads.restype = None
     functions.trimtab_panel.restype = long
     functions.trimtab_scratch.argtypes = (pointer, long)

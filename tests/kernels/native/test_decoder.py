@@ -161,6 +161,32 @@ def test_decoder_chunks_longer_than_units_tiles_and_slices(
     check_layers(library, a_case(spans, block_size=16))
 
 
+@pytest.mark.parametrize("spans", [[(30, 1)], [(20, 1), (150, 1), (0, 30)], [(9, 1), (0, 300)]])
+def test_decoder_threads_that_are_late_change_nothing(library: NativeLibrary, spans: list[tuple[int, int]]) -> None:
+    """Eight threads on fewer cores are interrupted in the middle of units, which other threads then repeat."""
+    case = a_case(spans, (4, 2, 16), 16)
+    torch.manual_seed(0)
+    decoder = NativeDecoder(library, case.shape, [packed(library, some_weights(case.shape, is_qwen=True))] * 40)
+    rows = sum(now for _, now in spans)
+    hidden, rotation = torch.randn(rows, 48), torch.polar(torch.ones(rows, 8), torch.randn(rows, 8))
+    batch = build_native_batch(
+        [], [(table, *span) for table, span in zip(case.tables, spans, strict=True)], block_size=16
+    )
+    caches = [case.cache()] * 40, [case.cache()] * 40
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, *[8] * 20):
+            torch.set_num_threads(threads)
+            keys, values = ([each[0].clone()] * 40 for each in caches)
+            x = hidden.clone()
+            decoder.run(NativeStep(decoder, x, rotation, (keys, values), case.slots, batch))
+            results.append((x, keys[0], values[0]))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
 def test_decoder_large_scores_do_not_overflow_or_vanish(library: NativeLibrary) -> None:
     case = a_case([(200, 1), (140, 9)], (2, 1, 8))
     steep = Case(DecoderShape(48, 2, 1, 8, 40, EPS, 40.0), case.spans, case.block_size)
