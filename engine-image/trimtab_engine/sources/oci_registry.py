@@ -218,6 +218,11 @@ class RegistrySource:
         said = dict(CHALLENGE.findall(rest))
         if kind.lower() != "bearer" or not said.get("realm"):
             return None
+        if self.account is not None and self.url.startswith("https:") and not said["realm"].startswith("https:"):
+            raise ModelError(
+                f"{self.host} has its tokens at {said['realm']}, without TLS, where its account would be sent in clear "
+                f"text; correct the registry's realm, or remove its account ({GIVE})"
+            )
         asked = {"service": said.get("service", ""), "scope": said.get("scope", f"repository:{self.repository}:pull")}
         if self.account is not None and self.account.token is not None:
             form = {**asked, "grant_type": "refresh_token", "refresh_token": self.account.token, "client_id": "trimtab"}

@@ -24,7 +24,7 @@ from trimtab_engine.sources.fetch import Fetched, describe, fetch
 from trimtab_engine.sources.files import RemoteFile
 from trimtab_engine.sources.name import RemoteModel, Scheme
 from trimtab_engine.sources.oci_manifest import in_its_folder, layers_of
-from trimtab_engine.sources.oci_registry import Account, account_of
+from trimtab_engine.sources.oci_registry import Account, RegistrySource, account_of
 from trimtab_engine.sources.source import FetchOptions, SourceUnavailable
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -289,6 +289,22 @@ def test_a_private_model_wants_an_account_which_goes_to_the_registry_alone(
     elsewhere = [one for one in registry.asked if one.path.startswith("/elsewhere/")]
     assert elsewhere
     assert all(one.authorization is None for one in elsewhere)
+
+
+def test_account_is_never_sent_to_a_realm_without_tls(tmp_path: Path) -> None:
+    requested: list[str] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        requested.append(str(request.url))
+        return httpx.Response(401, headers={"WWW-Authenticate": 'Bearer realm="http://tokens.example/token"'})
+
+    model = RemoteModel(Scheme.OCI, "registry.example/llms/tiny")
+    accounts = docker_config(tmp_path / "accounts.json", "registry.example", "user:right")
+    reached = RegistrySource.reached(model, plain_http=False, auth_file=accounts)
+    source = replace(reached, client=httpx.Client(transport=httpx.MockTransport(respond)))
+    with pytest.raises(ModelError, match=r"http://tokens\.example/token, without TLS"):
+        source.ask(model, patient=False)
+    assert all(url.startswith("https://registry.example/") for url in requested)
 
 
 def test_redirect_target_gets_no_credentials(

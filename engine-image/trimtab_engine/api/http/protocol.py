@@ -16,7 +16,7 @@ FLOW = "trimtab.flow"
 would wait."""
 NO_TLS = "This port serves plain HTTP; use http:// instead of https://."
 
-logger = logging.getLogger("trimtab_engine.api")
+logger = logging.getLogger("trimtab_engine.api.connections")
 
 
 class BoundedHeadProtocol(HttpToolsProtocol):

@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from trimtab_engine.api.http.connections import ConnectionLimits
+from trimtab_engine.api.http.log_limit import limit_repeated_warnings
 from trimtab_engine.api.http.protocol import BoundedHeadProtocol
 from trimtab_engine.errors import ConfigError
 from trimtab_engine.ipc.network import family_of, in_url
@@ -44,6 +45,7 @@ class HttpServer:
         self._sweep: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        limit_repeated_warnings()
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         self._sweep = asyncio.create_task(self._limits.sweep_forever())
 
