@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.download import SWITCH, download_flags, pinned_uri
@@ -152,16 +152,21 @@ def live_start_flags(spec: Spec) -> frozenset[str]:
     return frozenset(start_flag(parameter.field) for parameter in live_parameters(spec) if parameter.is_live)
 
 
-def with_start_values(args: Sequence[str], deployment: InferenceDeployment) -> list[str]:
-    """Return recorded arguments with the live start values of the present spec, each before its cap."""
-    live, wanted = live_start_flags(deployment.spec), _live_parameter_flags(deployment)
+def with_start_values(args: Iterable[str], other: Iterable[str], spec: Spec) -> list[str]:
+    """Return arguments with the live start values of other arguments of the same revision, each before its cap."""
+    live = live_start_flags(spec)
+    values = {flag: arg for arg in other if (flag := arg.partition("=")[0]) in live}
     found = []
     for arg in without_flags(args, live):
-        flag = arg.partition("=")[0].removesuffix("-cap")
-        if flag in live & wanted.keys() and arg.startswith(f"{flag}-cap="):
-            found.append(f"{flag}={wanted[flag]}")
+        flag, is_cap = arg.partition("=")[0].removesuffix("-cap"), arg.partition("=")[0].endswith("-cap")
+        found += [values[flag]] if is_cap and flag in values else []
         found.append(arg)
     return found
+
+
+def start_value_args(deployment: InferenceDeployment) -> list[str]:
+    """Return the arguments with the start values and caps of a resource."""
+    return as_arguments(_live_parameter_flags(deployment))
 
 
 def without_flags(args: Iterable[str], flags: Collection[str]) -> list[str]:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab_operator.builders.admin_token import TokenHashes
-from trimtab_operator.builders.engine_args import group_flags, live_start_flags, with_start_values, without_flags
+from trimtab_operator.builders.engine_args import (
+    group_flags,
+    live_start_flags,
+    start_value_args,
+    with_start_values,
+    without_flags,
+)
 from trimtab_operator.builders.labels import (
     DEPLOYMENT_LABEL,
     GROUP_LABEL,
@@ -79,6 +85,15 @@ class Rendered:
         pin = model.rpartition("@")[2]
         return pin if PIN.fullmatch(pin) and model.startswith(tuple(f"{scheme}://" for scheme in DOWNLOADED)) else None
 
+    def with_start_values_of(self, pod: Mapping[str, Any]) -> Rendered:
+        """Return the same revision with the live start values of another pod or pod template of it."""
+        (main,) = self.template["spec"]["containers"]
+        containers = (pod.get("spec") or {}).get("containers") or ()  # a pod may have injected sidecars
+        other = [arg for container in containers for arg in container.get("args") or ()]
+        return replace(
+            self, template=_with_args(self.template, with_start_values(main["args"], other, self.deployment.spec))
+        )
+
     @property
     def record(self) -> Record:
         """Record that is stored with each replica."""
@@ -99,7 +114,8 @@ def rendered(
         template = pod_template(deployment, token_hashes=token_hashes)
     else:
         (main,) = record.template["spec"]["containers"]
-        template = _with_args(record.template, with_start_values(main["args"], deployment))
+        args = with_start_values(main["args"], start_value_args(deployment), deployment.spec)
+        template = _with_args(record.template, args)
     return Rendered(deployment, template, revision_of(template, deployment.spec), asked, record is not None)
 
 

@@ -23,6 +23,7 @@ from trimtab_operator.observed.groups import (
     is_worker,
     ordinal_of,
     pod_rendezvous_address,
+    revision_label,
 )
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
@@ -82,10 +83,28 @@ def group_manifests(
     address = rendezvous_address(wanted.deployment, ordinal, observed)
     if address is None:
         return ()
+    wanted = _with_present_start_values(wanted, ordinal, observed)
     return (
         leader_stateful_set(wanted, ordinal, address=address, held=held),
         worker_stateful_set(wanted, ordinal, address=address, held=held),
     )
+
+
+def _with_present_start_values(wanted: Rendered, ordinal: int, observed: ObservedChildren) -> Rendered:
+    """Return the revision with the start values of the group's present pods.
+
+    The ranks of an engine must start with equal flags, and one pod may be replaced without the others. The engine gets
+    the present values by PATCH.
+    """
+    templates = (
+        (stateful_set.get("spec") or {}).get("template")
+        for stateful_set in observed.stateful_sets
+        if ordinal_of(stateful_set) == ordinal
+    )
+    pods = (pod for pod in observed.pods if ordinal_of(pod) == ordinal)
+    same = (pod for pod in (*pods, *templates) if pod and revision_label(pod) == wanted.revision)
+    present = next(same, None)
+    return wanted if present is None else wanted.with_start_values_of(present)
 
 
 def _known_address(group: Group, deployment: InferenceDeployment, observed: ObservedChildren) -> str | None:

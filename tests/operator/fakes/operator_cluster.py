@@ -524,7 +524,7 @@ class FakeCluster:
                 pod["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": code, "message": words}}}]
                 continue
             fellows = self._fellows(pod)
-            is_up = all(self._has_started(fellow) for fellow in fellows)
+            is_up = all(map(self._has_started, fellows)) and len(set(map(_shared_flags, fellows))) == 1
             ready = {"type": "Ready", "status": str(is_up and name not in self.unready)}
             scheduled = [c for c in pod["status"].get("conditions", []) if c["type"] == "PodScheduled"]
             ends = self.restarts.get(pod["metadata"]["uid"], 0)
@@ -727,6 +727,12 @@ def _is_made_from(pod: dict[str, Any], owner: dict[str, Any], template: dict[str
     """Whether a Job's pod is this Job's. Those of StatefulSets stay until they are deleted."""
     spec = {name: value for name, value in pod["spec"].items() if name != "nodeName"}
     return bool(spec == template["spec"] and pod["metadata"]["ownerReferences"][0]["uid"] == owner["metadata"]["uid"])
+
+
+def _shared_flags(pod: dict[str, Any]) -> frozenset[str]:
+    """The flags that all pods of one engine must agree on, or it does not start."""
+    args: list[str] = pod["spec"]["containers"][0].get("args", [])
+    return frozenset(arg for arg in args if not arg.startswith("--node-rank"))
 
 
 def _moment(at: float) -> datetime:

@@ -112,6 +112,21 @@ def test_engine_restarted_in_its_pod_gets_the_present_value() -> None:
     assert values_of(cluster) == [48, 48]
 
 
+def test_pod_replaced_after_live_edit_agrees_with_its_group() -> None:
+    """Pods of one engine must start with the same flags."""
+    cluster = make_cluster(parallelism={"pipeline": 2, "gpusPerNode": 1})
+    cluster.edit(engine={**START, "maxNumSeqs": 48})
+    cluster.settle()
+    del cluster.pods["m-g0-w-0"]
+    cluster.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert values_of(cluster) == [48, 48]
+    cluster.edit(replicas=3)
+    cluster.settle()
+    flags = {name: pod["spec"]["containers"][0]["args"] for name, pod in cluster.pods.items()}
+    assert {name for name, args in flags.items() if "--max-num-seqs=48" in args} == {"m-g2-0", "m-g2-w-0"}
+
+
 def test_omitted_value_returns_to_the_default() -> None:
     cluster = make_cluster(engine={"maxNumSeqs": 100})
     assert restarts_by(cluster, engine={}) == 0
