@@ -141,6 +141,9 @@ def run(
     ),
     liveness_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of /healthz and /readyz.")] = 8080,
     metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of /metrics.")] = 8081,
+    board_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the board, on 127.0.0.1 only; 0 disables it.")
+    ] = 8082,
     network_policy: Annotated[
         str | None,
         typer.Option(
@@ -241,6 +244,7 @@ def run(
         service_name=service_name,
         liveness_port=liveness_port,
         metrics_port=metrics_port,
+        board_port=board_port,
         installation=Installation(
             _choice("--network-policy", network_policy, NetworkAccess),
             _choice("--pod-monitors", pod_monitors, PodMonitoring),

@@ -1,9 +1,9 @@
-"""Operator process with three event loops, each in its own thread.
+"""Operator process with four event loops, each in its own thread.
 
 The main thread runs Kopf and the reconcile loops, only while this process holds the Lease. The Lease and the probes
 have their own thread, event loop and connections, and so does the webhook: neither a burst of edits nor a burst of
-admission reviews, whose port is not authenticated, delays the Lease. A process that loses the Lease exits, and its pod
-restarts with clean state.
+admission reviews, whose port is not authenticated, delays the Lease. The board is served from the fourth thread, only
+by the leader. A process that loses the Lease exits, and its pod restarts with clean state.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 
 import kopf
 
+from trimtab_operator.board.server import serve_board
 from trimtab_operator.builders.admin_token import FORMER_KEY, SECRET_KEY, new_secret
 from trimtab_operator.engines import http as bounded_http
 from trimtab_operator.engines.prometheus import Connection, Prometheus
@@ -64,6 +65,7 @@ class Options:
     service_name: str
     liveness_port: int
     metrics_port: int
+    board_port: int
     installation: Installation
     prometheus: Connection | None = None
 
@@ -253,6 +255,11 @@ async def _lead(
         )
         executor = Executor(cluster, metrics, observer.clock, is_leading)
         reconciler = Reconciler(observer, executor, http, heartbeats, work_queue)
+        if options.board_port != 0:
+            board_thread = await stack.enter_async_context(LoopThread("board"))
+            board = await board_thread.run(serve_board, options.board_port, reconciler.recorder, observer.clock)
+            if board is not None:
+                stack.push_async_callback(board_thread.run, board.cleanup)
         background = [
             watches.run_watches(cluster, cache),
             collect_garbage_when_idle(lambda: reconciler.has_urgent_work),

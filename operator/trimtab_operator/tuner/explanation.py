@@ -59,21 +59,25 @@ def _decision_lines(decision: Decision) -> list[str]:
     lines = [f"[{decision.id}] {decision.reason.value}: {decision.sentence}"]
     move = decision.move
     lines += [f"    evidence: {name.replace('_', ' ')} {_number(value)}" for name, value in move.evidence.items()]
-    for entry in move.expected:
-        interval = (
-            ""
-            if math.isinf(entry.high)
-            else f" (between {show_amount(entry.measure, entry.low)} and {show_amount(entry.measure, entry.high)})"
-        )
-        before, after = show_amount(entry.measure, entry.before), show_amount(entry.measure, entry.after)
-        change = f"stays at {after}" if before == after else f"from {before} to {after}"
-        lines.append(f"    predicted: {entry.measure.value} {change}{interval}")
+    lines += [f"    predicted: {describe_expectation(entry)}" for entry in move.expected]
     guide = GUIDE.get(decision.reason)
     if guide is not None:
         lines.append(f'    guideline: "{guide}"')
     if decision.outcome:
         lines.append(f"    outcome: {decision.outcome}")
     return lines
+
+
+def describe_expectation(entry: Expectation) -> str:
+    """Return a prediction with its interval: measure, value before, value after."""
+    interval = (
+        ""
+        if math.isinf(entry.high)
+        else f" (between {show_amount(entry.measure, entry.low)} and {show_amount(entry.measure, entry.high)})"
+    )
+    before, after = show_amount(entry.measure, entry.before), show_amount(entry.measure, entry.after)
+    change = f"stays at {after}" if before == after else f"from {before} to {after}"
+    return f"{entry.measure.value} {change}{interval}"
 
 
 # --- the parts of a sentence ------------------------------------------------------------------------------------------

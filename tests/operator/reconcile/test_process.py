@@ -53,6 +53,7 @@ OPTIONS = Options(
     service_name="trimtab-operator",
     liveness_port=0,
     metrics_port=0,
+    board_port=0,
     installation=Installation(),
 )
 
