@@ -105,13 +105,10 @@ class Situation:
 
     @property
     def recent_rate(self) -> float:
-        """Arrival rate; after a rise within the last minute, that of its second half (open-loop load only)."""
-        rate_after_rise = self.state.demand.rate_after_rise(self.settings.pace.window_seconds)
-        return (
-            self.rate
-            if rate_after_rise is None or self.state.clients.are_closed_loop
-            else max(self.rate, rate_after_rise)
-        )
+        """Arrival rate, or that since a clear rise within the last minute (open-loop load only)."""
+        if self.state.clients.are_closed_loop:
+            return self.rate
+        return max(self.rate, self.state.demand.rate_since_rise(self.settings.pace.window_seconds) or 0.0)
 
     @property
     def quiet_seconds(self) -> float:

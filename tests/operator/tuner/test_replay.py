@@ -222,7 +222,7 @@ def test_replica_served_minutes_later_matches_its_request() -> None:
 
 
 def test_recorded_replica_count_is_requested() -> None:
-    """No requests arrive: the tuner would scale in to one replica again and again, and the recording stays at three."""
+    """No requests arrive: the tuner would remove a replica again and again, and the recording stays at three."""
     still = []
     for n in range(80):
         now = BEGIN + TICK * n
@@ -230,7 +230,7 @@ def test_recorded_replica_count_is_requested() -> None:
         still.append(Tick(now, tuple(make_replica_snapshot(f"m-g{r}-0", idle) for r in range(3))))
     scaled = replace(AUTO, scaling=Scaling(1, 3))
     (fewer,) = replay(still, scaled).decided
-    assert (fewer.target, fewer.before, fewer.after) == ("replicas", 3, 1)
+    assert (fewer.target, fewer.before, fewer.after) == ("replicas", 3, 2)
     assert fewer.until is not None
 
 

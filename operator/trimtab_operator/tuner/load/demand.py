@@ -68,18 +68,21 @@ class Demand:
         total = math.fsum(point.seconds for point in found)
         return math.fsum(point.requests for point in found) / total if total > 0 else None
 
-    def rate_after_rise(self, seconds: float) -> float | None:
-        """Return the rate of the second half of the last `seconds` if it is clearly higher than that of the first half;
-        otherwise the rate of both. The mean of a minute in which the load rose describes the past.
+    def rate_since_rise(self, seconds: float) -> float | None:
+        """Return the rate since the clearest rise within the last `seconds`, at most half of them long; None without a
+        clear one. The mean of a minute in which the load rose describes the past.
         """
-        rate = self.rate(seconds)
-        late = self._last(seconds / 2, None)
-        early = self.rate(seconds / 2, until=late[0].at - late[0].seconds) if late else None
-        if rate is None or not early:
-            return rate
-        counted, requests = math.fsum(p.seconds for p in late), math.fsum(p.requests for p in late)
-        observed, usual = (math.sqrt(count + VARIANCE_STEADYING) for count in (requests, early * counted))
-        return requests / counted if 2 * (observed - usual) > CLEARLY else rate
+        rate, clearest, spread = None, CLEARLY, math.sqrt(self.dispersion())
+        counted = requests = 0.0
+        for point in reversed(self._last(seconds / 2, None)):
+            counted, requests = counted + point.seconds, requests + point.requests
+            before = self.level(seconds / 2, until=point.at - point.seconds)
+            if before is None:
+                continue
+            observed, usual = (math.sqrt(count + VARIANCE_STEADYING) for count in (requests, before * counted))
+            if 2 * (observed - usual) / spread > clearest:
+                rate, clearest = requests / counted, 2 * (observed - usual) / spread
+        return rate
 
     def level(self, seconds: float, *, until: float | None = None) -> float | None:
         """Return the estimated rate of the last `seconds`.
@@ -167,6 +170,7 @@ def _merge_idle_points(points: tuple[Point, ...]) -> tuple[Point, ...]:
 
 LEARN_SECONDS = 4 * 3600.0  # of errors; older ones are not representative
 LEAST_ERRORS = 80.0  # cases below which the prior counts too: twenty minutes show a few jumps at most
+LEAST_RATE = 1 / 60  # requests a second that a pause counts as
 OBSERVED_SECONDS = 120.0  # window of the observed rate: one minute's chance is not growth
 
 
@@ -191,7 +195,7 @@ class Growth:
 
     def with_prediction(self, at: float, rate: float) -> Growth:
         """Return the growth with a prediction for a later time."""
-        return replace(self, open=(*self.open, Case(at, rate))) if rate > 0 else self
+        return replace(self, open=(*self.open, Case(at, max(rate, LEAST_RATE)))) if self.open or rate > 0 else self
 
     def with_errors(self, demand: Demand, now: float) -> Growth:
         """Return the growth with due predictions compared with the rate in the OBSERVED_SECONDS around their time."""
@@ -201,8 +205,8 @@ class Growth:
         cases = list(self.cases)
         for case in due:
             observed = demand.level(OBSERVED_SECONDS, until=case.at + OBSERVED_SECONDS / 2)
-            if observed is not None and observed > 0:
-                cases.append(replace(case, error=math.log(observed / case.rate)))
+            if observed is not None:
+                cases.append(replace(case, error=math.log(max(observed, LEAST_RATE) / case.rate)))
         kept = tuple(case for case in cases if case.at > now - LEARN_SECONDS)
         return Growth(tuple(case for case in self.open if case.at + OBSERVED_SECONDS / 2 > now), kept)
 

@@ -4,8 +4,8 @@ up       = the load not exceeded in `confidence` of the cases, one lead time ahe
 need     = the fewest replicas that are predicted to attain the objectives at that load, from the present requests on
 out      at once, to the need
 in       to the highest need of the hold time, all of which must have been observed: a start-up and a drain; ten
-         minutes if the load has doubled within a lead time in a twentieth of the observed cases; not within ten minutes
-         after a scale-in that was reversed
+         minutes if the load has doubled within a lead time in a twentieth of the observed cases; by a third of the
+         replicas at a time, or one; not within ten minutes after a scale-in that was reversed
 
 The lead time is what a new replica needs until its effect can be measured: start-up, one iteration and half of the
 window over which rates are measured.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trimtab_operator.tuner.load.demand import Demand, Growth
-from trimtab_operator.tuner.scaling.behavior import Behavior, ScaleEvent, limit_change, stabilize
+from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, ScaleEvent, Unit, limit_change, stabilize
 
 BURST_GROWTH = 2.0  # growth within a lead time from which on a load is bursty …
 BURST_SHARE = 0.95  # … if it is exceeded in the other cases
@@ -29,10 +29,10 @@ MAX_DRAIN_SECONDS = 900.0  # that count for the hold time
 LEARN_SECONDS = 600.0  # of observed load before the first scale-in: a lull does not show bursts
 REVERSAL_COOLDOWN_SECONDS = 600.0  # no scale-in after a reversal: at most two reversals within it
 KEEP_WANTED_SECONDS = 3600.0
+STEP_PERCENT = 33  # of the replicas that are removed at once, or one: predictions for far fewer are extrapolations
 MAX_SAMPLE_GAP_SECONDS = 60.0  # default; after a longer gap the load may have been anything, so windows begin again
 PRIOR_LEAD_SECONDS = 165.0  # that Caution.prior_sd refers to: a start-up of two minutes
 LEVEL_SECONDS = 60.0  # window of the present rate
-QUICK_SECONDS = 30.0  # window in which a jump is detected
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,6 @@ class Caution:
     """Standard deviation of the logarithm of the growth within PRIOR_LEAD_SECONDS, before any was observed."""
     beyond_highest: float = 1.25
     """Factor of the highest recent rate that is provisioned at most."""
-    jump_deviations: float = 0.5
-    """Standard errors subtracted from the rate of the last half minute, to provision for jumps at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def rate_to_provision(
     exceed.
 
     Adding a slope was tried and made it worse: the observed growths already contain it. With a proven forecast, its
-    upper bound `forecast_load` replaces the growth; the present load and jumps count in any case.
+    upper bound `forecast_load` replaces the growth; the present load counts in any case, or that since a clear rise.
     """
     level = demand.level(LEVEL_SECONDS)
     if level is None:
@@ -98,10 +96,9 @@ def rate_to_provision(
     factor = growth.quantile(confident, prior_sd=prior_spread(caution, lead))
     if forecast_load is not None and level > 0:
         factor = max(1.0, forecast_load / level)
-    quick = demand.level(QUICK_SECONDS) or 0.0
-    error = math.sqrt(max(quick, 1 / QUICK_SECONDS) * demand.dispersion() / QUICK_SECONDS)
-    up = max(level * factor, level, quick - caution.jump_deviations * error)
-    return min(up, max(level, forecast_load or 0.0, caution.beyond_highest * demand.highest(LEVEL_SECONDS))), factor
+    recent = max(level, demand.rate_since_rise(LEVEL_SECONDS) or 0.0)
+    most = max(recent, forecast_load or 0.0, caution.beyond_highest * demand.highest(LEVEL_SECONDS))
+    return min(recent * max(factor, 1.0), most), factor
 
 
 def prior_spread(caution: Caution, lead: float) -> float:
@@ -171,13 +168,21 @@ def decide_count(
     is_known = may_lower and now - began_at >= LEARN_SECONDS
     if target < current and (not is_known or _has_reversed_recently(state, now)):
         target = current
-    target = limit_change(behavior, current, target, state.events, now=now)
+    target = limit_change(_with_steps(behavior, hold), current, target, state.events, now=now)
     while target < current and not holds_load(target):
         target += 1
     if target == current:
         return current, replace(state, desired=current)
     kept = tuple(event for event in state.events if event.at > now - KEEP_WANTED_SECONDS)
     return target, replace(state, desired=target, events=(*kept, ScaleEvent(now, target - current)))
+
+
+def _with_steps(behavior: Behavior, hold: float) -> Behavior:
+    """Return the behavior with the default steps of a scale-in, if the spec has none."""
+    if behavior.down.policies:
+        return behavior
+    steps = Policy(Unit.PODS, 1, hold), Policy(Unit.PERCENT, STEP_PERCENT, hold)
+    return replace(behavior, down=replace(behavior.down, policies=steps))
 
 
 def _without_gap(state: ScalingState, now: float, max_gap_seconds: float) -> ScalingState:

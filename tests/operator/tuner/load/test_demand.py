@@ -45,22 +45,31 @@ def test_level_follows_many_requests_or_a_jump(usual: int, latest: int, low: flo
 
 
 @pytest.mark.parametrize(
-    ("counts", "rate_after_rise"),
+    ("counts", "rate_since_rise"),
     [
-        ((30, 30, 30, 30), 2.0),  # steady
+        ((30, 30, 30, 30), None),  # steady
         ((30, 30, 82, 82), 82 / 15),  # it rose half a minute ago
-        ((82, 82, 30, 30), 56 / 15),  # it fell: the queue is still from the first half
-        ((30, 30, 40, 40), 35 / 15),  # possible by chance
-        ((1, 0, 3, 2), 0.1),  # possible by chance, with few requests
-        ((0, 0, 60, 60), 2.0),  # no requests before: the minute is all that is known
+        ((30, 30, 30, 82), 82 / 15),  # it rose a quarter of a minute ago
+        ((82, 82, 30, 30), None),  # it fell: the queue is still from the first half
+        ((30, 30, 40, 40), None),  # possible by chance
+        ((1, 0, 3, 2), None),  # possible by chance, with few requests
+        ((0, 0, 60, 60), 4.0),  # after a pause
     ],
 )
-def test_rate_after_rise_uses_second_half_after_clear_rise(counts: tuple[int, ...], rate_after_rise: float) -> None:
+def test_rate_since_rise_needs_clear_rise(counts: tuple[int, ...], rate_since_rise: float | None) -> None:
     demand = Demand()
     for index, count in enumerate(counts):
         demand = demand.with_point(Point(15.0 * (index + 1), 15.0, count))
-    assert demand.rate_after_rise(60.0) == pytest.approx(rate_after_rise)
-    assert Demand().rate_after_rise(60.0) is None
+    assert demand.rate_since_rise(60.0) == (None if rate_since_rise is None else pytest.approx(rate_since_rise))
+    assert Demand().rate_since_rise(60.0) is None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bursts_of_requests_are_not_a_rise(seed: int) -> None:
+    """Nine requests at a time differ by more from one sample to the next than independent ones."""
+    demand = counted([5.0] * 40, burst=9, seed=seed)
+    found = [Demand(demand.points[:count]).rate_since_rise(60.0) for count in range(10, 41)]
+    assert sum(rate is not None for rate in found) <= 1
 
 
 def test_without_anything_before_a_level_is_the_rate() -> None:
@@ -94,6 +103,27 @@ def test_growth_quantile_covers_repeated_growth() -> None:
     assert 1.3 < high < 1.9
     assert growth.quantile(0.5, prior_sd=0.05) < high
     assert Growth().quantile(0.9, prior_sd=0.1) == pytest.approx(math.exp(0.128), rel=0.01)
+
+
+def after_pauses(*, pause: int, active: int) -> Growth:
+    """Return the growth observed in an hour of pauses and of 5 requests/s; numbers of samples each."""
+    demand, growth = Demand(), Growth()
+    for index in range(240):
+        now = 15.0 * (index + 1)
+        demand = demand.with_point(Point(now, 15.0, 0.0 if index % (pause + active) < pause else 75.0))
+        growth = growth.with_errors(demand, now).with_prediction(now + 165.0, demand.level(60.0) or 0.0)
+    return growth
+
+
+def test_load_after_a_pause_is_growth() -> None:
+    growth = after_pauses(pause=20, active=20)
+    assert growth.quantile(0.8, prior_sd=0.16) > 10
+    steady = after_pauses(pause=0, active=20)
+    assert steady.quantile(0.8, prior_sd=0.16) == pytest.approx(1.0)
+
+
+def test_growth_before_the_first_request_is_unknown() -> None:
+    assert after_pauses(pause=240, active=0) == Growth()
 
 
 def test_random_variation_between_minutes_is_not_growth() -> None:

@@ -248,6 +248,13 @@ def test_count_reverses_at_most_twice_in_ten_minutes(seed: int) -> None:
     assert all(sum(start <= at < start + REVERSAL_COOLDOWN_SECONDS for at in turns) <= 2 for start in turns)
 
 
+def test_scale_in_removes_a_third_at_a_time() -> None:
+    """Predictions for far fewer replicas are extrapolations, so each step is observed for the hold time."""
+    counts = run_counts([9] * 60 + [1] * 200, start=9)
+    levels = [count for index, count in enumerate(counts) if index == 0 or count != counts[index - 1]]
+    assert levels == [9, 6, 4, 2, 1]
+
+
 def test_windows_start_with_present_count_after_restart() -> None:
     """Earlier needs are not stored: a new operator does not take its first sample for a lull."""
     kept = ScalingState(3, began_at=-10_000.0)
@@ -255,7 +262,7 @@ def test_windows_start_with_present_count_after_restart() -> None:
     for index in range(40):
         count, kept = decide_count(kept, 1, 3, now=15.0 * index, hold=HOLD, may_lower=True, behavior=Behavior())
         counts.append(count)
-    assert 15.0 * counts.index(1) >= HOLD
+    assert 15.0 * counts.index(2) >= HOLD
 
 
 def test_behavior_rate_limits_apply() -> None:
