@@ -17,6 +17,7 @@ from trimtab_operator.resource.spec import InferenceDeployment, Spec, Speculativ
 
 MASTER_ADDR_FLAG = "--master-addr"
 TOKEN_FLAG = "--admin-token-sha256"  # noqa: S105 - the name of a flag
+START_FLAGS = ("--gpu-memory-utilization", "--max-num-seqs", "--max-num-batched-tokens")
 STATE_TOKEN_FLAG = "--state-token-sha256"  # noqa: S105 - the name of a flag
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from trimtab_operator.builders.engine_args import MASTER_ADDR_FLAG, TOKEN_FLAG
+from trimtab_operator.builders.engine_args import MASTER_ADDR_FLAG, START_FLAGS, TOKEN_FLAG
 from trimtab_operator.builders.labels import GROUP_LABEL, REVISION_LABEL, ROLE_LABEL, WORKER
 from trimtab_operator.resource.manifest import Manifest
 
@@ -197,6 +197,11 @@ def pod_rendezvous_address(pod: Manifest) -> str | None:
 def token_hash_of(pod: Manifest) -> str | None:
     """Return the hash of the admin token that the pod's engine was started with; None if it has none."""
     return flag_of(pod, TOKEN_FLAG)
+
+
+def start_values_of(pod: Manifest) -> tuple[str | None, ...]:
+    """Return the start values of live parameters in the flags of a pod or pod template."""
+    return tuple(flag_of(pod, flag) for flag in START_FLAGS)
 
 
 def flag_of(pod: Manifest, name: str) -> str | None:

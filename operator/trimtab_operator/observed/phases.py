@@ -13,7 +13,7 @@ from trimtab_operator.observed.groups import Group
 from trimtab_operator.observed.missing_pods import missing_pods_message
 from trimtab_operator.observed.pods import node_of, unschedulable_message
 from trimtab_operator.observed.start_errors import STARTING_REASONS
-from trimtab_operator.observed.terminations import CRASH_LOOP, termination_message
+from trimtab_operator.observed.terminations import CRASH_LOOP, num_crashes, termination_message
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.tuner.parameters import Value
 
@@ -142,6 +142,12 @@ def has_engine_started(group: Group) -> bool:
         return False
     engine = next((c for c in _container_statuses(group.leader) if c.get("name") == CONTAINER), {})
     return "running" in (engine.get("state") or {}) and engine.get("started") is not False
+
+
+def crashes_at_start(group: Group) -> bool:
+    """Return True if the group's engine has ended before it started, or keeps failing to start."""
+    is_failing = any(pod_failure_message(pod) is not None or num_crashes(pod) for pod in group.pods)
+    return is_failing and not has_engine_started(group)
 
 
 def waiting_reason(pod: Manifest) -> str | None:

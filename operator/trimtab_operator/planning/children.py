@@ -19,12 +19,14 @@ from trimtab_operator.observed.drift import plan_applies
 from trimtab_operator.observed.groups import (
     Group,
     ObservedChildren,
+    groups_of,
     is_terminating,
     is_worker,
     ordinal_of,
     pod_rendezvous_address,
     revision_label,
 )
+from trimtab_operator.observed.phases import crashes_at_start
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.resource.spec import InferenceDeployment
 from trimtab_operator.rollout.group_assignment import GroupAssignment, rendezvous_address
@@ -94,8 +96,10 @@ def _with_present_start_values(wanted: Rendered, ordinal: int, observed: Observe
     """Return the revision with the start values of the group's present pods.
 
     The ranks of an engine must start with equal flags, and one pod may be replaced without the others. The engine gets
-    the present values by PATCH.
+    the present values by PATCH. Pods whose engine does not start are replaced together to get them.
     """
+    if any(group.ordinal == ordinal and crashes_at_start(group) for group in groups_of(observed)):
+        return wanted
     templates = (
         (stateful_set.get("spec") or {}).get("template")
         for stateful_set in observed.stateful_sets

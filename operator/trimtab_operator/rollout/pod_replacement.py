@@ -23,7 +23,9 @@ from trimtab_operator.observed.groups import (
     ordinal_of,
     pod_rendezvous_address,
     revision_label,
+    start_values_of,
 )
+from trimtab_operator.observed.phases import crashes_at_start
 from trimtab_operator.resource.manifest import Manifest
 from trimtab_operator.rollout.surge import allowed_unavailable
 
@@ -85,11 +87,17 @@ def _has_assigned_revision(group: Group, revisions: Mapping[int, str] | None) ->
 
 
 def _outdated_in(group: Group, budget: str | None) -> Iterator[Delete]:
-    """Yield deletions of the pods of one group that differ from their StatefulSet's template."""
+    """Yield deletions of the pods of one group that differ from their StatefulSet's template.
+
+    Other start values count if the engine does not start: it cannot be patched, and the flags of a pod cannot change.
+    """
     revision = _template_revision(group.stateful_set)
+    template = (group.stateful_set.get("spec") or {}).get("template") or {}
+    starts = start_values_of(template) if crashes_at_start(group) else None
     for pod in group.pods:
         is_elsewhere = pod_rendezvous_address(pod) not in (None, *group.rendezvous_addresses)
-        if (revision_label(pod) != revision or is_elsewhere) and not is_terminating(pod):
+        is_outdated = revision_label(pod) != revision or starts not in (None, start_values_of(pod))
+        if (is_outdated or is_elsewhere) and not is_terminating(pod):
             yield delete_of("Pod", pod, f"{group.name} is updated to revision {revision}", budget=budget)
 
 

@@ -25,7 +25,7 @@ from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.config_map import ROLLOUT_KEY, rollout_config_map
 from trimtab_operator.builders.labels import rollout_config_map_name
 from trimtab_operator.builders.pod import grace_seconds
-from trimtab_operator.builders.record import Record, without_live_fields
+from trimtab_operator.builders.record import Record
 from trimtab_operator.builders.startup import describe_start_timeout, start_seconds
 from trimtab_operator.builders.stateful_set import NO_RECORDS, Rendered, rendered
 from trimtab_operator.errors import InvalidSpec
@@ -288,10 +288,13 @@ def change_of(deployment: InferenceDeployment, revision: str) -> str:
     """Return an identifier of a change, equal as long as neither the rendered pods nor other relevant fields change.
 
     The replica count is left out because autoscalers write it, and tuning because its caps are part of the revision.
-    Live fields are left out because they restart nothing.
+    The scheduling policy is left out because engines start without it. Start values are not: with other ones, a change
+    that failed may succeed.
     """
-    written = without_live_fields(_spec_without_replicas(deployment), deployment.spec)
+    written = _spec_without_replicas(deployment)
     rest = {name: value for name, value in written.items() if name not in UNRENDERED_FIELDS}
+    engine = {name: value for name, value in (rest.pop("engine", None) or {}).items() if name != "schedulingPolicy"}
+    rest |= {"engine": engine} if engine else {}
     digest = hashlib.sha256(compact({"image": deployment.image, "spec": rest}).encode()).hexdigest()
     return f"{revision}-{digest[:10]}"
 

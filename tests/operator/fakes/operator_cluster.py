@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -170,6 +170,10 @@ class FakeCluster:
         """Whether engines answer at all."""
         self.silent: set[str] = set()
         """Names of pods whose engines do not answer."""
+        self.can_start: Callable[[FakeEngine], bool] = lambda _engine: True
+        """Whether an engine with these start values starts, or crashes at each start."""
+        self.crashing: set[str] = set()
+        """The uids of pods whose engines crash at each start."""
         self.older_images: set[str] = set()
         """Images whose engines know no deadlines."""
         self.unready: set[str] = set()
@@ -499,6 +503,8 @@ class FakeCluster:
         self._born[name] = self.now
         main = template["spec"]["containers"][0]
         self.engines[uid] = FakeEngine.of_args(main.get("args", ()), is_older=main.get("image") in self.older_images)
+        if not self.can_start(self.engines[uid]):
+            self.crashing.add(uid)
 
     def _schedule(self) -> None:
         placed = sum("nodeName" in pod["spec"] for pod in self.pods.values())
@@ -531,6 +537,10 @@ class FakeCluster:
             running = [{"name": "main", "restartCount": ends, "started": is_up, "state": {"running": {}}}]
             if ends:
                 running[0]["lastState"] = {"terminated": {"exitCode": 1, "message": "out of luck"}}
+            if pod["metadata"]["uid"] in self.crashing:
+                waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+                ended = {"terminated": {"exitCode": 2, "message": "it does not fit"}}
+                running = [{"name": "main", "restartCount": 3, "started": False, "state": waiting, "lastState": ended}]
             placed = "nodeName" in pod["spec"]
             pod["status"] = {"conditions": [*scheduled, ready]}
             pod["status"] |= {"podIP": "10.1.0.1", "containerStatuses": running} if placed else {}
@@ -549,7 +559,9 @@ class FakeCluster:
         return [self.pods.get(name, {}) for name in names]
 
     def _has_started(self, pod: dict[str, Any]) -> bool:
-        if not pod or "nodeName" not in pod["spec"] or BROKEN in pod["spec"]["containers"][0]["args"]:
+        if not pod or pod["metadata"]["uid"] in self.crashing:
+            return False
+        if "nodeName" not in pod["spec"] or BROKEN in pod["spec"]["containers"][0]["args"]:
             return False
         return self.now - self._born[pod["metadata"]["name"]] >= self.start_seconds
 

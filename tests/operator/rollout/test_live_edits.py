@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from operator_builders import a_deployment
-from operator_cluster import FakeCluster
+from operator_cluster import FakeCluster, FakeEngine
 from trimtab_operator.builders.admin_token import TokenHashes
 from trimtab_operator.builders.stateful_set import pod_template, revision_of
 from trimtab_operator.tuner.parameters import Parameter, typed
@@ -164,6 +164,61 @@ def test_rejected_start_value_does_not_stop_the_scheduling_policy() -> None:
         cluster.tick()
     assert [cluster.engine(ordinal).policy for ordinal in (0, 1)] == ["priority", "priority"]
     assert values_of(cluster) == [32, 32]
+
+
+# --- engines that do not start ----------------------------------------------------------------------------------------
+
+
+def can_start(engine: FakeEngine) -> bool:
+    return engine.values[SEQS] <= 40
+
+
+@pytest.mark.parametrize("parallelism", [{}, {"pipeline": 2, "gpusPerNode": 1}], ids=["one pod", "two pods"])
+def test_lower_value_replaces_pods_that_crash_at_start(parallelism: dict[str, Any]) -> None:
+    """Their flags cannot change, and no engine answers that could be patched."""
+    cluster = FakeCluster(replicas=2, engine={**START, "maxNumSeqs": 48}, parallelism=parallelism)
+    cluster.can_start = can_start
+    for _ in range(5):
+        cluster.tick()
+    assert cluster.condition("Ready")["status"] == "False"
+    cluster.edit(engine=START)
+    cluster.settle()
+    assert cluster.condition("Ready")["status"] == "True"
+    assert values_of(cluster) == [32, 32]
+
+
+def test_lower_value_retries_a_change_that_was_rolled_back() -> None:
+    bounds = {"maxNumSeqs": {"max": 64}}  # the cap does not depend on the start value
+    rollout = {"startTimeout": "30s", "drainTimeout": "1s", "maxSurge": 0}
+    cluster = make_cluster(rollout=rollout, tuning={"bounds": bounds})
+    cluster.can_start = can_start
+    changed = {"device": "cpu", "image": "engine:2"}
+    cluster.edit(runtime=changed, engine={**START, "maxNumSeqs": 48})
+    cluster.settle()
+    assert cluster.condition("Degraded")["reason"] == "RolledBack"
+    cluster.edit(engine=START)
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert {pod["spec"]["containers"][0]["image"] for pod in cluster.pods.values()} == {"engine:2"}
+
+
+def test_lower_value_rescues_a_change_that_is_being_tried() -> None:
+    cluster = make_cluster(rollout={"startTimeout": "10m", "drainTimeout": "1s", "maxSurge": 0})
+    cluster.can_start = lambda engine: engine.values[SEQS] <= 40 or engine.caps[SEQS] == 64
+    cluster.edit(engine={**START, "maxNumSeqs": 100})
+    cluster.tick()
+    cluster.edit(engine={**START, "maxNumSeqs": 36})
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert values_of(cluster) == [36, 36]
+
+
+def test_edit_does_not_replace_pods_that_load() -> None:
+    cluster = FakeCluster(replicas=2, engine=START, start_seconds=60.0)
+    for _ in range(4):
+        cluster.tick()
+    assert restarts_by(cluster, engine={**START, "maxNumSeqs": 40}) == 0
+    assert values_of(cluster) == [40, 40]
 
 
 # --- beyond the caps --------------------------------------------------------------------------------------------------

@@ -313,15 +313,11 @@ def test_rollout_state_is_written_only_on_change() -> None:
 
 def test_counts_and_tuning_modes_are_no_changes_but_caps_and_images_are() -> None:
     base = a_deployment()
-    same = [
-        a_deployment(replicas=9),
-        a_deployment(engine={"schedulingPolicy": "priority"}),
-        a_deployment(engine={"gpuMemoryUtilization": "0.5"}),
-    ]
+    same = [a_deployment(replicas=9), a_deployment(engine={"schedulingPolicy": "priority"})]
     other = [
         a_deployment(args=("--seed=1",)),
         a_deployment(runtime={"device": "cpu", "image": "engine:2"}),
-        a_deployment(engine={"gpuMemoryUtilization": "0.96"}),
+        a_deployment(engine={"gpuMemoryUtilization": "0.5"}),
         a_deployment(rollout={"startTimeout": "9m", "drainTimeout": "10s"}),
     ]
     name = change_of(base, render(base))
