@@ -40,3 +40,13 @@ def test_prose_lines_are_not_too_long(page: Path) -> None:
 
 def test_pages_are_found() -> None:
     assert len(pages()) > 40
+
+
+def test_engine_faults_page_names_tests_and_counts_rows() -> None:
+    page = (REPOSITORY / "docs" / "results" / "engine-faults.md").read_text()
+    for path, test in re.findall(r"`([\w/]+\.py)::(test_\w+)`", page):
+        source = (REPOSITORY / "tests" / path).read_text()
+        assert re.search(rf"^(async )?def {test}\(", source, re.MULTILINE), f"{path}::{test}"
+    verdicts = re.findall(r"^\| .* \| (?:none|`[\w/]+\.py::test_\w+`) \| (yes|no) \|$", page, re.MULTILINE)
+    assert f"| all | {len(verdicts)} | {verdicts.count('yes')} | {verdicts.count('no')} |" in page
+    assert page.count("\n- **") == verdicts.count("no")  # each has its reason
