@@ -255,9 +255,15 @@ class _Iteration:
             self._apply_now(move)
 
     def update_violated_since(self) -> None:
-        """Record since when the attainment has been below the objective. Too few requests change nothing."""
+        """Record since when the attainment has been below the objective. Too few requests to tell end a violation once
+        no replica has a queue.
+        """
         share, _ = self._attained(self.now - ATTAINMENT_WINDOW_SECONDS)
         if share is None:
+            if self.observation.is_complete and not any(
+                seen.gauges is None or seen.gauges.waiting for seen in self.observation.ready
+            ):
+                self.state = replace(self.state, violated_since=None)
             return
         began = self.state.violated_since
         missed = share < self.objectives.share

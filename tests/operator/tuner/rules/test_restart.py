@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from trimtab_operator.tuner.decide import TunerOutput, decide
 from trimtab_operator.tuner.moves import Reason
 from trimtab_operator.tuner.objectives import Objectives, Ttft
@@ -46,6 +47,18 @@ def test_long_violation_with_pinned_parameters_recommends_replicas() -> None:
 
 def test_recommendation_ends_when_objectives_are_attained() -> None:
     assert run_with_ttfts([2.0] * 50 + [0.1] * 40)[-1].recommendation is None
+
+
+@pytest.mark.parametrize(("waiting", "is_over"), [(0.0, True), (3.0, False)])
+def test_recommendation_ends_without_requests_and_queue(waiting: float, *, is_over: bool) -> None:
+    state = run_with_ttfts([2.0] * 50)[-1].state
+    assert state.violated_since is not None
+    for index in range(50, 80):
+        now = 1000.0 + 15.0 * index
+        outcome = decide([make_replica_snapshot(sample=make_sample(now, waiting=waiting))], state, SETTINGS, now)
+        state = outcome.state
+    assert (state.violated_since is None) == is_over
+    assert (outcome.recommendation is None) == is_over
 
 
 def test_attained_objectives_recommend_nothing() -> None:
