@@ -41,6 +41,8 @@ FAILED_RETRY_SECONDS = 30.0  # after an error of the disk
 SWEEP_SECONDS = 3600.0
 TOO_LATE = {"code": "batch_expired", "message": "the request was not run before the batch's completion window ended"}
 
+IN_USE = "another engine uses --batch-dir; send files and batches to that engine, or retry when it has ended"
+
 Item = TypeVar("Item")
 
 logger = logging.getLogger("trimtab_engine.batches")
@@ -58,6 +60,7 @@ class BatchRunner:
         self._lock = open_lock(folder)
         self._is_locked = try_lock(self._lock)
         self._store: BatchStore | None = None
+        self._unavailable = IN_USE
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
@@ -68,13 +71,9 @@ class BatchRunner:
 
     @property
     def store(self) -> BatchStore:
-        """The directory's records. Raises ApiError 503 while another engine has locked it."""
+        """The directory's records. Raises ApiError 503 while another engine has locked it, or if it is damaged."""
         if self._store is None:
-            raise ApiError(
-                503,
-                "another engine uses --batch-dir; send files and batches to that engine, or retry when it has ended",
-                retry_after=int(LOCK_POLL_SECONDS),
-            )
+            raise ApiError(503, self._unavailable, retry_after=int(LOCK_POLL_SECONDS))
         return self._store
 
     async def start(self) -> None:
@@ -97,8 +96,9 @@ class BatchRunner:
     async def _resume(self) -> None:
         try:
             self._store = await asyncio.to_thread(BatchStore, self._folder)
-        except (OSError, msgspec.MsgspecError) as error:
-            logger.error("--batch-dir: %s cannot be read (%s); files and batches return 503", self._folder, error)
+        except OSError as error:
+            self._unavailable = f"--batch-dir cannot be read ({error}); remove the damaged file, and restart the engine"
+            logger.error("%s: %s; files and batches return 503", self._folder, self._unavailable)
             return
         for batch in self._store.unfinished():
             logger.info("batch %s is resumed", batch.id)

@@ -62,7 +62,7 @@ class BatchStore:
         """Read the directory, and remove what a killed engine left half-written.
 
         Raises:
-            OSError, msgspec.MsgspecError: A record cannot be read.
+            OSError: A record cannot be read.
         """
         self._files, self._batches = folder / "files", folder / "batches"
         self._max_files, self._max_bytes = max_files, max_bytes
@@ -161,7 +161,10 @@ def new_id(prefix: str) -> str:
 
 def _read(folder: Path, kind: type[Record]) -> Iterable[Record]:
     for path in sorted(folder.glob("*.json")):
-        yield msgspec.json.decode(path.read_bytes(), type=kind)
+        try:
+            yield msgspec.json.decode(path.read_bytes(), type=kind)
+        except msgspec.DecodeError as error:
+            raise OSError(f"{path}: {error}") from None
 
 
 def _write(folder: Path, record: FileRecord) -> None:

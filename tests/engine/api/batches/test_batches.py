@@ -353,6 +353,14 @@ def test_batch_second_engine_takes_over(start_server: Any, tmp_path: Path) -> No
         assert len(contents(client, batch.output_file_id)) == 50
 
 
+def test_batch_damaged_record_is_named(start_server: Any, tmp_path: Path) -> None:
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "batch_1.json").write_text("{")
+    response = start_server("--batch-dir", str(tmp_path)).http.get("/v1/batches")
+    assert response.status_code == 503
+    assert "batch_1.json: Input data was truncated); remove the damaged file" in response.text
+
+
 def test_batch_several_api_servers_are_rejected(start_server: Any, tmp_path: Path) -> None:
     server = start_server("--batch-dir", str(tmp_path), "--api-server-count", "2", wait=False)
     assert server.process.wait(60) != 0
