@@ -14,9 +14,13 @@ from typing import Any
 import typer.main
 import yaml
 from trimtab_engine import cli as engine_cli
+from trimtab_engine.flags.parser import UnsupportedFlag
 from trimtab_engine.flags.vllm import OtherFlag, vllm_flags
 from trimtab_operator.builders import record
 from trimtab_operator.cli import operator_command, trimtab_command
+from trimtab_operator.cli.completion import APPLICATION
+from trimtab_operator.cli.engine_program import ENGINE_COMMANDS
+from trimtab_operator.layout.gpus import GPUS
 from trimtab_operator.resource import crd
 from trimtab_operator.resource.spec import GROUP, VERSION
 from trimtab_router.flags import build_parser as build_router_parser
@@ -223,6 +227,47 @@ def engine_flags() -> str:
     return f"[\n{lines}\n]\n"
 
 
+def completion_tree() -> str:
+    """Return the commands, flags and values of `trimtab` as JSON (cli/completion.py)."""
+    group: Any = typer.main.get_command(trimtab_command.app)
+    engine = completion_of_parser(engine_cli._parser())["commands"]
+    commands = {
+        name: engine[name] if name in ENGINE_COMMANDS else completion_of_command(command)
+        for name, command in group.commands.items()
+        if not command.hidden
+    }
+    tree = completion_of_command(group) | {"commands": commands}
+    return json.dumps(tree, indent=1) + "\n"
+
+
+def completion_of_parser(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return the completions of an engine command: flags with their values, or null for switches."""
+    node: dict[str, Any] = {"commands": {}, "flags": {}, "arguments": []}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            node["commands"] = {name: completion_of_parser(inner) for name, inner in action.choices.items()}
+        elif not isinstance(action, UnsupportedFlag):
+            values = None if action.nargs == 0 else [str(choice) for choice in action.choices or ()]
+            node["flags"] |= dict.fromkeys(action.option_strings, values)
+    return node
+
+
+def completion_of_command(command: Any) -> dict[str, Any]:
+    """Return the completions of a command of `trimtab`."""
+    node: dict[str, Any] = {"commands": {}, "flags": {"--help": None}, "arguments": []}
+    for parameter in command.params:
+        choices = getattr(parameter.type_descriptor.annotation, "__members__", {})  # of an enum
+        values: Any = [str(choice.value) for choice in choices.values()]
+        if parameter._custom_shell_complete:
+            values = APPLICATION
+        if parameter.param_type_name == "argument":
+            node["arguments"] = node["arguments"] or values
+        else:
+            values = None if parameter.is_flag else VALUES.get(parameter.opts[0], values)
+            node["flags"] |= dict.fromkeys((*parameter.opts, *parameter.secondary_opts), values)
+    return node
+
+
 def subparsers(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Yield every subcommand with its parser, nested ones too."""
     for action in parser._actions:
@@ -363,6 +408,9 @@ VALUE_KINDS = {
 }
 """Argument types of the engine's parser whose values are plain numbers."""
 ENGINE_FLAGS = DOCS.parent / "operator" / "trimtab_operator" / "validation" / "engine_flags.json"
+COMPLETION = DOCS.parent / "operator" / "trimtab_operator" / "cli" / "completion.json"
+VALUES = {"--gpu": [gpu.name for gpu in GPUS]}
+"""Values of flags whose type has no choices."""
 
 PAGES = {
     "reference/resource-fields.md": resource_page,
@@ -378,7 +426,8 @@ def main() -> int:
     """Write the pages; with --check, return 1 if one differs."""
     check = "--check" in sys.argv[1:]
     stale = []
-    texts = {DOCS / name: wrapped(page()) for name, page in PAGES.items()} | {ENGINE_FLAGS: engine_flags()}
+    texts = {DOCS / name: wrapped(page()) for name, page in PAGES.items()}
+    texts |= {ENGINE_FLAGS: engine_flags(), COMPLETION: completion_tree()}
     for path, text in texts.items():
         if path.is_file() and path.read_text() == text:
             continue

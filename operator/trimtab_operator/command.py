@@ -8,13 +8,16 @@ import signal
 import sys
 from collections.abc import Callable
 
+from trimtab_operator.cli.completion import print_completions
 from trimtab_operator.cli.engine_program import ENGINE_COMMANDS, exec_engine
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code that shells report for Ctrl-C
 
 
 def trimtab() -> None:
-    """Run one command of `trimtab`."""
+    """Run one command of `trimtab`, or print completions."""
+    if print_completions():
+        return
     if sys.argv[1:2] and sys.argv[1] in ENGINE_COMMANDS:
         exec_engine(sys.argv[1:])  # returns if the engine is not installed
     _run(_trimtab)

@@ -3,8 +3,7 @@
 import argparse
 from typing import Any
 
-from trimtab_engine.errors import ConfigError
-from trimtab_engine.flags.completion import script, words_by_command
+from trimtab_engine.flags.completion import script
 from trimtab_engine.flags.parser import OneLineParser
 
 EXAMPLES = """examples:
@@ -21,20 +20,10 @@ def add_to(commands: Any, whole: OneLineParser) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "words"), help="shell: bash or zsh")
-    parser.add_argument(
-        "path", metavar="COMMAND", nargs="*", help="for SHELL words: the command whose words are listed"
-    )
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh"), help="shell: bash or zsh")
     parser.set_defaults(run=lambda arguments: run(arguments, whole))
 
 
 def run(arguments: argparse.Namespace, whole: OneLineParser) -> int:
-    words = words_by_command(whole)
-    if arguments.shell != "words":
-        print(script(words, arguments.shell))
-        return 0
-    known = words.get(tuple(arguments.path))
-    if known is None:
-        raise ConfigError(f"unknown command {' '.join(arguments.path)}; see trimtab-engine --help")
-    print("\n".join(known))
+    print(script(whole, arguments.shell))
     return 0

@@ -25,6 +25,9 @@ def completed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     [
         (["s"], ["serve"]),
         (["bench", "la"], ["latency"]),
+        (["bench", ""], ["--help", "latency", "throughput", "serve", "start"]),
+        (["serve", "MODEL", "--dtype", ""], ["auto", "float32", "bfloat16", "float16", "half", "float"]),
+        (["bench", "serve", "--dataset-name", "s"], ["sharegpt"]),
         (["serve", "MODEL", "--max-num-seqs"], ["--max-num-seqs", "--max-num-seqs-cap"]),
         (["serve", "--device", "cpu", "--admin-p"], ["--admin-port"]),
         (["bench", "serve", "--request-r"], ["--request-rate"]),
@@ -35,9 +38,3 @@ def test_bash_completes_partial_word(
     capsys: pytest.CaptureFixture[str], words: list[str], completions: list[str]
 ) -> None:
     assert completed(capsys, *words) == completions
-
-
-def test_words_lists_completions_of_one_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "words", "bench"]) == 0
-    assert {"latency", "throughput", "serve", "--help"} == set(capsys.readouterr().out.split())
-    assert main(["completion", "words", "nope"]) == 2

@@ -9,18 +9,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from trimtab_operator.cli import engine_commands, engine_program, operator_command, trimtab_command
+from trimtab_operator.cli import engine_program, operator_command, trimtab_command
 from typer.testing import CliRunner
 
 ENGINE = """#!{python}
 import sys
-if sys.argv[1:] == ["completion", "words", "bench", "serve"]:
-    print("--request-rate\\n--model")
-elif sys.argv[1] == "completion":
-    sys.exit(2)
-else:
-    print(sys.argv[1:])
-    sys.exit(7)
+print(sys.argv[1:])
+sys.exit(7)
 """
 
 
@@ -30,8 +25,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "trimtab-engine"
     program.write_text(ENGINE.format(python=sys.executable))
     program.chmod(0o755)
-    for module in (engine_commands, engine_program):
-        monkeypatch.setattr(module, "engine_program", lambda: str(program))
+    monkeypatch.setattr(engine_program, "engine_program", lambda: str(program))
     return program
 
 
@@ -82,21 +76,6 @@ def test_engine_commands_without_engine_name_pip_install(monkeypatch: pytest.Mon
     result = CliRunner().invoke(trimtab_command.app, ["serve", "MODEL"])
     assert result.exit_code == 2
     assert "pip install 'trimtab[engine]==" in result.output
-
-
-@pytest.mark.usefixtures("engine")
-def test_the_engines_flags_are_completed_too() -> None:
-    told = CliRunner().invoke(
-        trimtab_command.app,
-        [],
-        prog_name="trimtab",
-        env={
-            "_TRIMTAB_COMPLETE": "complete_bash",
-            "COMP_WORDS": "trimtab bench serve --req",
-            "COMP_CWORD": "3",
-        },
-    )
-    assert told.output.split() == ["--request-rate"]
 
 
 def test_both_programs_say_their_version_and_complete() -> None:
