@@ -183,6 +183,23 @@ class Cluster:
             raise ApiError(response.status, response.reason or "", response.read())
         return response
 
+    def forward_port(self, namespace: str, pod: str, port: int) -> Any:
+        """Return a socket that is connected to a port of a pod, through the API server.
+
+        Raises:
+            ApiError: The API server rejected it.
+        """
+        import kubernetes.client
+        import kubernetes.stream
+
+        client = kubernetes.client.ApiClient(self.client.configuration)  # forwarding changes the client it uses
+        connect = kubernetes.client.CoreV1Api(client).connect_get_namespaced_pod_portforward
+        try:
+            forward: Any = kubernetes.stream.portforward(connect, pod, namespace, ports=str(port))
+        except kubernetes.client.ApiException as error:
+            raise ApiError(error.status or 0, str(error.reason or ""), b"") from error
+        return forward.socket(port)
+
     def _objects(self) -> Any:
         import kubernetes.client
 

@@ -23,6 +23,7 @@ from trimtab_operator.cli import (
     pod_commands,
     replay_command,
 )
+from trimtab_operator.cli.board_command import board
 from trimtab_operator.cli.doctor_command import doctor
 from trimtab_operator.cli.history_command import history
 from trimtab_operator.cli.model_argument import facts_of
@@ -61,6 +62,8 @@ trimtab status NAME -n NAMESPACE
 
 trimtab top -n NAMESPACE
 
+trimtab board
+
 trimtab why NAME -n NAMESPACE
 
 trimtab doctor
@@ -97,6 +100,7 @@ app.command(rich_help_panel=CLUSTER)(install)
 app.command(rich_help_panel=CLUSTER)(run)
 app.command(rich_help_panel=CLUSTER)(cluster_commands.status)
 app.command(rich_help_panel=CLUSTER)(top)
+app.command(rich_help_panel=CLUSTER)(board)
 app.command(rich_help_panel=CLUSTER)(why)
 app.command(rich_help_panel=CLUSTER)(history)
 app.command(rich_help_panel=CLUSTER)(pod_commands.logs)

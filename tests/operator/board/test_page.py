@@ -95,6 +95,7 @@ def make_recorder() -> Recorder:
             values |= {Series.TTFT: load / 4, Series.TTFT_OBJECTIVE: 0.3, Series.KV_USAGE: load / 2}
             record.timeline.add(at, values)
         keep_decisions(record, [make_decision(3, f"Lowered it. {HOSTILE}"), make_decision(1, "Lowered it again.")])
+    assert record is not None
     condition = {"type": "Ready", "status": "False", "message": f"No GPU {HOSTILE}"}
     record.status = {"phase": "Pending", "ready": "0/2", "conditions": [condition]}
     return recorder
