@@ -7,6 +7,8 @@ ignored. Only fields that by OpenAI's definition have no effect on the response 
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -98,6 +100,20 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Names of a request's fields in JSON."""
+
+    known: frozenset[str]
+    optional: frozenset[str]
+
+
+@cache
+def _fields_of(model: type[BaseModel]) -> _Fields:
+    names = {field.alias or name: field.is_required() for name, field in model.model_fields.items()}
+    return _Fields(frozenset(names), frozenset(name for name, is_required in names.items() if not is_required))
+
+
 def check_fields(model: type[BaseModel], data: Any, not_built: Mapping[str, tuple[Any, ...]]) -> Any:
     """Return the fields without those that have no effect, and without null in optional fields.
 
@@ -108,16 +124,15 @@ def check_fields(model: type[BaseModel], data: Any, not_built: Mapping[str, tupl
     if not isinstance(data, dict):
         return data
     _check_number_of_fields(data)
+    fields = _fields_of(model)
     missing = not_built.keys() - model.model_fields.keys()
     for name in data.keys() & missing:
         if not any(_is_same(data[name], harmless) for harmless in not_built[name]):
             raise WrongField(name, _not_supported(name, not_built[name]))
     passed_over = missing.union(FIELDS_WITHOUT_EFFECT)
-    optional = {field.alias or name for name, field in model.model_fields.items() if not field.is_required()}
-    passed_over |= {name for name in data.keys() & optional if data[name] is None}
-    known = {field.alias or name for name, field in model.model_fields.items()}
-    for name in data.keys() - known - passed_over:
-        if meant := _field_hint(name, known):
+    passed_over |= {name for name, value in data.items() if value is None and name in fields.optional}
+    for name in data.keys() - fields.known - passed_over:
+        if meant := _field_hint(name, fields.known):
             raise WrongField(name, f"unrecognized request argument: {name}; {meant}")
     return {key: value for key, value in data.items() if key not in passed_over}
 
@@ -134,7 +149,7 @@ def _not_supported(name: str, values_of_nothing: tuple[Any, ...]) -> str:
     return f"{name} is supported only as {values}; remove it, or set a supported value"
 
 
-def _field_hint(unknown: Any, known: set[str]) -> str | None:
+def _field_hint(unknown: Any, known: frozenset[str]) -> str | None:
     """Return a hint for an unknown field: the route that it belongs to, or a similar name; None if there is none."""
     if not isinstance(unknown, str) or len(unknown) > MAX_FIELD_CHARACTERS:
         return None
