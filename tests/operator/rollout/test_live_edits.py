@@ -146,7 +146,7 @@ def test_live_edit_discards_the_tuned_value() -> None:
     assert cluster.state.tuner.last_live_move == edited_at, "earlier measurements do not count"
 
 
-def test_live_edit_reaches_engines_beside_tuned_values() -> None:
+def test_live_edit_reaches_engines_with_tuned_values() -> None:
     cluster = make_cluster(tuning={"mode": "Auto"})
     assert cluster.state.tuner is not None
     cluster.state = cluster.state.__class__(tuner=cluster.state.tuner.with_value(SEQS, 60, cluster.now))
@@ -246,7 +246,7 @@ def test_fixed_cache_size_makes_the_utilization_rolling() -> None:
     assert restarts_by(cluster, engine={**START, "gpuMemoryUtilization": "0.7"}) == 2
 
 
-def test_start_value_on_gpus_is_live_only_once_it_is_set() -> None:
+def test_start_value_on_gpus_is_live_once_set() -> None:
     """Without a value the engine chooses by the GPU, and reserves no more."""
 
     def revision(**engine: Any) -> str:
@@ -257,11 +257,11 @@ def test_start_value_on_gpus_is_live_only_once_it_is_set() -> None:
     assert revision(gpuMemoryUtilization="0.8") == revision()
 
 
-# --- beside other changes ---------------------------------------------------------------------------------------------
+# --- with other changes -----------------------------------------------------------------------------------------------
 
 
 def test_rollback_restores_known_good_values() -> None:
-    """A failed change of another field takes its start values with it; the groups that it did not reach keep theirs."""
+    """A failed change of another field takes its start values with it; the other groups keep their values."""
     cluster = make_cluster(replicas=3, rollout={"startTimeout": "30s", "drainTimeout": "1s", "maxSurge": 0})
     broken = {"device": "cpu", "image": "engine:1", "args": ["--broken"]}
     cluster.edit(engine={**START, "maxNumSeqs": 50}, runtime=broken)
