@@ -10,6 +10,7 @@ from trimtab_modelspec.memory_formula import MemoryFormula
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.device import Device
 from trimtab_engine.errors import NotSupportedError
+from trimtab_engine.executor import remembered_profile
 from trimtab_engine.executor.driven_runner import DrivenRunner
 from trimtab_engine.executor.messages import (
     Profile,
@@ -57,7 +58,7 @@ class LoadedRank:
     def measure(self, config: EngineConfig) -> MemoryFormula:
         """Return the memory formula of all ranks, which profile at the same time."""
         if self.workers is None:
-            return measure(config, self.device, self.runner, self.before)
+            return measure(config, self.device, self.runner, self.before, is_single=True)
         self.workers.send(Profile())
         own = measure(config, self.device, self.runner, self.before)
         others = self.workers.answers(Profiled)
@@ -148,18 +149,25 @@ def connect(groups: RankGroups, device: Device) -> BeforeWeights:
     return BeforeWeights(other_bytes, max(0, device.used_bytes() - other_bytes))
 
 
-def measure(config: EngineConfig, device: Device, runner: ModelRunner, before: BeforeWeights) -> MemoryFormula:
-    """Run the largest steps and fill in the memory formula. All ranks run at the same time: their collectives meet."""
+def measure(
+    config: EngineConfig, device: Device, runner: ModelRunner, before: BeforeWeights, *, is_single: bool = False
+) -> MemoryFormula:
+    """Run the largest steps and fill in the memory formula. All ranks run at the same time: their collectives meet. A
+    single rank may use an earlier start's measurement.
+    """
     facts, on_cpu = runner.facts, device.kind == "cpu"
     encoder = EncoderLimits.of(config, facts.max_model_len)
     other_bytes = reserved_for_processes(config, facts.vocab_size) if on_cpu else before.other_bytes
+    if is_single and not runner.profile_compiles:
+        activations_bytes = remembered_profile.profile(config, runner, encoder, device.num_threads)
+    else:
+        activations_bytes = runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows, encoder)
     return MemoryFormula(
         device_bytes=device.total_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
         other_bytes=other_bytes,
         weights_bytes=facts.weights_bytes,
-        activations_peak_bytes=runner.profile(config.max_num_batched_tokens_cap, config.max_num_sampled_rows, encoder)
-        + runner.items_bytes(encoder, config.max_num_batched_tokens_cap),
+        activations_peak_bytes=activations_bytes + runner.items_bytes(encoder, config.max_num_batched_tokens_cap),
         # On the CPU the swap space and the host cache share memory with the KV cache.
         workspace_bytes=runner.kv_rounding_bytes
         + (config.swap_space_bytes_cap + config.kv_offload_bytes_cap if on_cpu else 0),

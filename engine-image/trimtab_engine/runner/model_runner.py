@@ -21,6 +21,7 @@ from trimtab_engine.config.experts import EplbConfig
 from trimtab_engine.config.pooling import Tasks
 from trimtab_engine.config.vision import VisionConfig
 from trimtab_engine.device.address_range import AddressSpace
+from trimtab_engine.device.allocations import Growth
 from trimtab_engine.device.device import Device
 from trimtab_engine.device.inference import in_inference_mode
 from trimtab_engine.device.kv_cache import KVCache, KVLayers, KVTensors, copy_across
@@ -61,6 +62,7 @@ KV_DTYPES = DTYPES | {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3f
 ONE_RANK = Layout()
 GREEDY = Sampling(temperature=0.0)
 COSTLIEST_SAMPLING = Sampling(top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=0, logprobs=1)
+PROBE_SEQS, PROBE_TOKENS = 2, 16  # of the small steps, which take a fiftieth of the profile's time
 Progress = Callable[[str, float], None]
 ReadModel = tuple[Model, VisionEncoder | None]
 """Model and vision encoder read from a checkpoint; the encoder only if this rank computes images and videos."""
@@ -212,6 +214,20 @@ class ModelRunner:
         """Mark the slot as unused: its adapter is not read again with the weights."""
         assert self._adapters is not None
         self._adapters.forget(slot)
+
+    @property
+    def profile_compiles(self) -> bool:
+        """True if profile() also compiles code for serving, so that it must run in every process."""
+        return self._device.kind == "cuda" or self._model.pads_rows
+
+    def probe(self) -> Growth:
+        """Run small steps. Return their memory in bytes, without the allocator's reserve. On the CPU it is a cheap
+        check that profile() would give the same result as in another process.
+        """
+        with self._device.measure() as growth:
+            self._dummy_step([(0, 1)] * PROBE_SEQS, COSTLIEST_SAMPLING)
+            self._dummy_step([(0, min(PROBE_TOKENS, self.facts.max_model_len))], GREEDY)
+        return growth
 
     def profile(self, max_num_batched_tokens: int, max_num_seqs: int, encoder: EncoderLimits | None = None) -> int:
         """Run the largest step of the envelope and every row size once. Return the memory of steps in bytes, including
