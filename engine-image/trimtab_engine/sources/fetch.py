@@ -154,7 +154,10 @@ def _fetched(
                 model_cache.note_revision(model.asked, commit)
         except OSError as error:
             lease.close()
-            raise ConfigError(f"the cache {root} cannot be written: {error.strerror or error}; see to it") from None
+            raise ConfigError(
+                f"the cache {root} cannot be written: {error.strerror or error}; make it writable, or set another "
+                f"--download-dir"
+            ) from None
         except BaseException:
             lease.close()
             raise

@@ -89,7 +89,7 @@ class HubSource:
             ) from None
         except httpx2.HTTPError as error:
             raise SourceUnavailable(
-                f"{model}: {self.shown} cannot be reached ({one_line(error)}); see to the network, HTTPS_PROXY or "
+                f"{model}: {self.shown} cannot be reached ({one_line(error)}); check the network, HTTPS_PROXY or "
                 f"HF_ENDPOINT (a mirror)"
             ) from None
         return _listing(model, info, self.endpoint)

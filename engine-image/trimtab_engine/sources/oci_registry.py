@@ -187,7 +187,7 @@ class RegistrySource:
                 return text, response.headers.get("Docker-Content-Digest")
         except httpx.HTTPError as error:
             raise SourceUnavailable(
-                f"{model}: {self.url} cannot be reached ({one_line(error)}); see to the network or HTTPS_PROXY; a "
+                f"{model}: {self.url} cannot be reached ({one_line(error)}); check the network or HTTPS_PROXY; a "
                 f"registry without TLS wants --registry-plain-http (spec.model.oci.plainHttp)"
             ) from None
 

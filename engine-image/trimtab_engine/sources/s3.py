@@ -259,7 +259,7 @@ class S3Source:
                 raise SourceUnavailable(f"{model}: {self.endpoint} answers {code}; try again later") from None
             except (HTTPClientError, ConnectionError) as error:
                 raise SourceUnavailable(
-                    f"{model}: {self.endpoint} cannot be reached ({one_line(error)}); see to the network, HTTPS_PROXY "
+                    f"{model}: {self.endpoint} cannot be reached ({one_line(error)}); check the network, HTTPS_PROXY "
                     f"or AWS_ENDPOINT_URL (spec.model.s3.endpoint)"
                 ) from None
             except BotoCoreError as error:
@@ -429,4 +429,4 @@ def _is_retryable(code: str, status: int) -> bool:
 
 
 def _credentials() -> str:
-    return f"see to the credentials: {GIVE}"
+    return f"check the credentials: {GIVE}"

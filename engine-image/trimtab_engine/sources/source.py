@@ -1,6 +1,7 @@
 """Interface of model sources, and their errors. Contains nothing specific to one source."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0)
 """Between attempts at an answer."""
 ANSWER_SECONDS = 20.0
 PART_BYTES = 1 << 20  # of a stream, read at once
+
+logger = logging.getLogger("trimtab_engine.sources")
 
 Answer = TypeVar("Answer")
 
@@ -108,14 +111,20 @@ class Source(Protocol):
 
 
 def patiently(once: Callable[[], Answer], *, patient: bool = True) -> Answer:
-    """Return the result of `once`, with retries on SourceSilent; the last attempt's exception is raised."""
+    """Return the result of `once`, with retries on SourceUnavailable, the first of which is logged.
+
+    Raises:
+        SourceUnavailable: All attempts failed.
+    """
     pauses = list(PAUSES_SECONDS) if patient else []
     while True:
         try:
             return once()
-        except SourceUnavailable:
+        except SourceUnavailable as error:
             if not pauses:
                 raise
+            if len(pauses) == len(PAUSES_SECONDS):
+                logger.warning("%s; retrying for %.0f s", error, sum(pauses))
         time.sleep(pauses.pop(0))
 
 

@@ -195,4 +195,4 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
             f"{path.parent} is full; the received part is kept: enlarge the volume, or use another folder with "
             f"--download-dir"
         )
-    return ConfigError(f"{path} cannot be written: {error.strerror or error}; see to the volume of --download-dir")
+    return ConfigError(f"{path} cannot be written: {error.strerror or error}; check the volume of --download-dir")

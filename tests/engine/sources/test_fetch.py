@@ -303,3 +303,14 @@ def test_a_model_in_use_never_goes(hub: HubServer, options: FetchOptions, tmp_pa
 def test_without_a_limit_nothing_is_ever_deleted(hub: HubServer, options: FetchOptions, tmp_path: Path) -> None:
     found = [fetched(with_another(hub, tmp_path, f"org/m{number}"), options) for number in range(3)]
     assert all(one.path.exists() for one in found)
+
+
+def test_retries_are_announced_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "PAUSES_SECONDS", (0.01, 0.02))
+
+    def fail() -> None:
+        raise source.SourceUnavailable("the hub cannot be reached")
+
+    with pytest.raises(source.SourceUnavailable):
+        source.patiently(fail)
+    assert caplog.messages == ["the hub cannot be reached; retrying for 0 s"]
