@@ -54,7 +54,7 @@ def random_engine(chance: random.Random, caps: dict[str, float]) -> dict[str, An
     tokens = chance.randint(1, int(caps["maxNumBatchedTokens"]))
     seqs = chance.randint(1, min(tokens, int(caps["maxNumSeqs"])))
     share = chance.randint(20, int(100 * caps["gpuMemoryUtilization"])) / 100
-    drawn = {"gpuMemoryUtilization": f"{share:.2f}", "maxNumSeqs": seqs, "maxNumBatchedTokens": tokens}
+    drawn: dict[str, Any] = {"gpuMemoryUtilization": f"{share:.2f}", "maxNumSeqs": seqs, "maxNumBatchedTokens": tokens}
     omitted = {name for name, value in DEFAULTS.items() if float(value) <= caps[name] and chance.random() < 0.2}
     kept = {name: value for name, value in drawn.items() if name not in omitted}
     budget, limit = kept.get("maxNumBatchedTokens", 2048), kept.get("maxNumSeqs", 128)
