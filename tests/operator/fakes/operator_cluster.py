@@ -170,7 +170,7 @@ class FakeCluster:
         """Whether engines answer at all."""
         self.silent: set[str] = set()
         """Names of pods whose engines do not answer."""
-        self.can_start: Callable[[FakeEngine], bool] = lambda _engine: True
+        self.can_start: Callable[[FakeEngine], bool] = _always_starts  # a function, as clusters are pickled
         """Whether an engine with these start values starts, or crashes at each start."""
         self.crashing: set[str] = set()
         """The uids of pods whose engines crash at each start."""
@@ -739,6 +739,10 @@ def _is_made_from(pod: dict[str, Any], owner: dict[str, Any], template: dict[str
     """Whether a Job's pod is this Job's. Those of StatefulSets stay until they are deleted."""
     spec = {name: value for name, value in pod["spec"].items() if name != "nodeName"}
     return bool(spec == template["spec"] and pod["metadata"]["ownerReferences"][0]["uid"] == owner["metadata"]["uid"])
+
+
+def _always_starts(_engine: FakeEngine) -> bool:
+    return True
 
 
 def _shared_flags(pod: dict[str, Any]) -> frozenset[str]:

@@ -99,11 +99,15 @@ def _scale(cluster: FakeCluster, chance: random.Random) -> None:
 
 def _disturb(cluster: FakeCluster, chance: random.Random) -> None:
     """Apply a random external change to the cluster."""
-    kind = chance.choice(["scale", "edit", "edit", "break", "lose a child", "lose a pod", "meddle", "forget", "refuse"])
+    kind = chance.choice(
+        ["scale", "edit", "edit", "live edit", "break", "lose a child", "lose a pod", "meddle", "forget", "refuse"]
+    )
     if kind == "scale":
         cluster.edit(replicas=chance.randrange(MOST_REPLICAS + 1))
     elif kind == "edit":
         cluster.edit(runtime=a_runtime(f"--seed={chance.randrange(3)}"))
+    elif kind == "live edit":
+        cluster.edit(engine={"maxNumSeqs": chance.choice([64, 200, 300])})  # caps: 256, or 600 for the last
     elif kind == "break":
         cluster.edit(runtime=a_runtime(BROKEN))
     elif kind == "refuse":
