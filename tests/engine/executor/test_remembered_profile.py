@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -107,7 +108,7 @@ def rank(tiny_model: Path) -> LoadedRank:
 
 
 def make_config(model: Path, **fields: int) -> EngineConfig:
-    sizes = {
+    sizes: dict[str, Any] = {
         "device_memory_bytes": 1 << 30,
         "max_model_len": 64,
         "max_num_batched_tokens": 64,
