@@ -90,7 +90,7 @@ def _check_board(cluster: Cluster, pod: str, port: int) -> None:
         status = connection.getresponse().status
     except ApiError as error:
         exit_with_error(
-            f"board: cannot forward a port to {pod} ({error.reason}); ask for permission to create pods/portforward in "
+            f"board: cannot forward a port to {pod} ({error.reason}); it needs permission to create pods/portforward in "
             f"namespace {cluster.namespace}"
         )
     except (OSError, http.client.HTTPException):

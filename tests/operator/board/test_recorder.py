@@ -1,4 +1,4 @@
-"""The board's recorder: what it records of a reconcile, its memory bound, and that it never breaks one."""
+"""The board's recorder: content, memory bound, and failures."""
 
 from __future__ import annotations
 

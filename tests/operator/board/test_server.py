@@ -1,4 +1,4 @@
-"""The board's server: JSON of a recorded deployment, and what it rejects."""
+"""The board's server: JSON of a recorded deployment, and rejected requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimtab board`: it finds the leader, forwards a port to it, and names what is missing."""
+"""`trimtab board`: the leader, the forwarded port, and the errors."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_command_prints_the_url(api: ForwardingApiServer, monkeypatch: pytest.Mo
         ({"pods": []}, "no operator pod in namespace trimtab-system; pass the operator's namespace with -n"),
         ({"holder": "gone"}, "no operator pod in namespace trimtab-system leads"),
         ({"pods": [make_pod("op-1", "0")]}, "set board.enabled in the chart's values"),
-        ({"may_forward": False}, "ask for permission to create pods/portforward in namespace trimtab-system"),
+        ({"may_forward": False}, "it needs permission to create pods/portforward in namespace trimtab-system"),
     ],
 )
 def test_obstacle_is_named(api: ForwardingApiServer, change: dict[str, Any], message: str) -> None:

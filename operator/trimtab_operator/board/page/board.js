@@ -203,7 +203,7 @@ function drawCharts(detail) {
 
 function drawAxis(ticks, x) {
   byId("axis").replaceChildren(...ticks.map((at) =>
-    shape("text", { x: x(at), y: 12, "text-anchor": "middle" }, clock(at))));
+    shape("text", { x: x(at), y: 12, "text-anchor": x(at) > state.scale.width - 16 ? "end" : "middle" }, clock(at))));
 }
 
 function drawMarks(marks, number, gutter, width) {
@@ -398,7 +398,11 @@ function card(decision, number, note) {
 function select(id, isFromTimeline) {
   state.selected = state.selected === id ? null : id;
   drawDetail();
-  if (isFromTimeline && state.selected) byId("cards").querySelector(".selected")?.scrollIntoView({ block: "nearest" });
+  const made = byId("cards").querySelector(".selected");
+  if (!isFromTimeline || !made) return;
+  const pane = byId("decisions");
+  if (pane.scrollHeight > pane.clientHeight) pane.scrollTop = made.offsetTop - 8; // the page itself stays in place
+  else made.scrollIntoView({ block: "nearest" });
 }
 
 // --- time and numbers ------------------------------------------------------------------------------------------------
