@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 import uvloop
+from router_process import Router, engine_in_thread
 from stub_upstream import Handler, StubUpstream, answer, until
 from trimtab_router.config import RouterConfig
 from trimtab_router.metrics import RouterMetrics
@@ -83,6 +86,25 @@ async def routers() -> AsyncIterator[RouterFactory]:
     factory = RouterFactory()
     yield factory
     await factory.stop()
+
+
+@pytest.fixture
+def engine() -> Iterator[int]:
+    with engine_in_thread() as port:
+        yield port
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Router]]:
+    routers: list[Router] = []
+
+    def start_router(*flags: str) -> Router:
+        routers.append(Router(tmp_path / f"{len(routers)}.log", *flags))
+        return routers[-1]
+
+    yield start_router
+    for router in routers:
+        router.end()
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

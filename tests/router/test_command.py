@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.client
 import json
 import os
 import re
@@ -12,112 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from collections.abc import Callable
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-DEADLINE_SECONDS = 30.0
-ROUTER = Path(__file__).parents[2] / "router"
-TOKEN = "token"
-
-
-class SlowEngine(BaseHTTPRequestHandler):
-    """Answers completions after `seconds` of the request's body."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        time.sleep(fields.get("seconds", 0))
-        self.send_response(200)
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
-
-
-@pytest.fixture
-def engine() -> Iterator[int]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), SlowEngine)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server.server_address[1]
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-class Router:
-    """A running router process."""
-
-    def __init__(self, log: Path, *flags: str) -> None:
-        self.log = log
-        digest = hashlib.sha256(TOKEN.encode()).hexdigest()
-        own = ["--host=127.0.0.1", "--port=0", "--admin-port=0", f"--admin-token-sha256={digest}"]
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "trimtab_router", *own, *flags],
-                stdout=stream,
-                stderr=stream,
-                env=os.environ | {"PYTHONPATH": str(ROUTER)},
-            )
-        found = self.wait_for(lambda: re.search(r"listening on port (\d+), admin port (\d+)", log.read_text()))
-        self.port, self.admin_port = int(found[1]), int(found[2])
-        self.wait_for(lambda: self.call("GET", "/readyz")[0] == 200)
-
-    def wait_for(self, condition: Callable[[], object]) -> re.Match[str]:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not (found := condition()):
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.01)
-        return found  # type: ignore[return-value]
-
-    def call(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.admin_port, timeout=DEADLINE_SECONDS)
-        connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}"})
-        response = connection.getresponse()
-        found = response.status, response.read().decode()
-        connection.close()
-        return found
-
-    def post(self, seconds: float = 0.0) -> int:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_SECONDS)
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": "a", "seconds": seconds}))
-        response = connection.getresponse()
-        response.read()
-        connection.close()
-        return response.status
-
-    def workers(self) -> list[int]:
-        pid = self.process.pid
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-    def end(self) -> None:
-        for worker in self.workers() if self.process.poll() is None else []:
-            os.kill(worker, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Router]]:
-    routers: list[Router] = []
-
-    def start_router(*flags: str) -> Router:
-        routers.append(Router(tmp_path / f"{len(routers)}.log", *flags))
-        return routers[-1]
-
-    yield start_router
-    for router in routers:
-        router.end()
+from router_process import DEADLINE_SECONDS, ROUTER, Router
 
 
 def in_threads(number: int, call: Callable[[], int]) -> tuple[list[threading.Thread], list[int]]:

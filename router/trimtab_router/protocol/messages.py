@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -23,6 +23,13 @@ DELTA_SECONDS = 0.02
 """Deltas within this time are merged."""
 MAX_FRAME_BYTES = 16 << 20
 LENGTH_BYTES = 4
+MAX_CORES = 128
+MAX_NAMES = 1024
+"""Names of the base model, or adapters in device slots."""
+MAX_ACKNOWLEDGED = 1 << 16
+
+Name = Annotated[str, msgspec.Meta(max_length=512)]
+Names = Annotated[list[Name], msgspec.Meta(max_length=MAX_NAMES)]
 
 
 class KeyRule(msgspec.Struct, omit_defaults=True):
@@ -30,7 +37,7 @@ class KeyRule(msgspec.Struct, omit_defaults=True):
 
     version: int
     cut_bytes: int
-    models: list[str] = []
+    models: Names = []
     """Names of the base model; any other model name in a request is an adapter."""
     separates_api_keys: bool = False
     """True if prompts of different API keys share no cache; the key's salt is then a part of the prompt's root."""
@@ -40,9 +47,9 @@ class Hello(msgspec.Struct, tag="hello", omit_defaults=True):
     """First message of a stream, and again when the cores change: everything before is then void."""
 
     version: int
-    epoch: str
+    epoch: Name
     """Changes when the engine restarts."""
-    cores: list[int]
+    cores: Annotated[list[int], msgspec.Meta(max_length=MAX_CORES)]
     """Data-parallel cores, each with its own cache."""
     block_size: int
     """Tokens of a KV block."""
@@ -86,7 +93,7 @@ class Load(msgspec.Struct, omit_defaults=True):
     """Predicted seconds until the running step ends; 0 if none runs."""
     bytes_per_token: float = 0.0
     """Canonical bytes per prompt token, from recent requests; 0 if unknown."""
-    adapters: list[str] = []
+    adapters: Names = []
     """Adapters in device slots."""
 
 
@@ -119,7 +126,7 @@ class Delta(msgspec.Struct, tag="delta", omit_defaults=True):
 class Acknowledged(msgspec.Struct, tag="acknowledged"):
     """Dispatch numbers of this stream's router that earlier messages include, or that were refused."""
 
-    numbers: list[int]
+    numbers: Annotated[list[int], msgspec.Meta(max_length=MAX_ACKNOWLEDGED)]
 
 
 class Draining(msgspec.Struct, tag="draining", omit_defaults=True):

@@ -17,7 +17,7 @@ import aiohttp
 from yarl import URL
 
 from trimtab_router.endpoints.endpoint import Endpoint
-from trimtab_router.protocol.messages import BEAT_SECONDS, VERSION, FrameError, FrameReader, Hello
+from trimtab_router.protocol.messages import BEAT_SECONDS, MAX_FRAME_BYTES, VERSION, FrameError, FrameReader, Hello
 from trimtab_router.state_stream.registry import Receive, Registry
 from trimtab_router.state_stream.replica import SequenceGap
 
@@ -27,6 +27,11 @@ SILENCE_SECONDS = 4 * BEAT_SECONDS
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.1, 5.0
 MAX_MESSAGES_PER_SECOND = 1000
 """Per core; an engine sends 50."""
+MAX_BYTES_PER_SECOND = 1 << 20
+"""130,000 keys."""
+MAX_BURST_BYTES = 2 * MAX_FRAME_BYTES
+HELLO_BYTES = 1 << 20
+"""A Hello counts as this many bytes, because it makes the router look at all keys."""
 
 logger = logging.getLogger("trimtab_router.state_stream")
 
@@ -85,6 +90,7 @@ class StateStream:
         self._has_token = asyncio.Event()
         self._reason = ""
         self._is_live = False
+        self._bytes = _ByteBudget(clock())
         self.task = asyncio.create_task(self._run(), name=f"state stream of {endpoint.name}")
 
     def stop(self) -> None:
@@ -103,7 +109,10 @@ class StateStream:
             try:
                 await self._connect()
                 self._note("it ended")
-            except (aiohttp.ClientError, OSError, TimeoutError, FrameError, SequenceGap, StreamRejected) as error:
+            except FrameError as error:
+                self._note(str(error))
+                self._is_live = False  # connect less and less often to an engine that sends nonsense
+            except (aiohttp.ClientError, OSError, TimeoutError, SequenceGap, StreamRejected) as error:
                 self._note(str(error) or type(error).__name__)
             except Exception:  # one replica's stream must not end the router
                 logger.exception("state stream of %s: internal error", self._endpoint.name)
@@ -141,10 +150,11 @@ class StateStream:
         """
         reader, budget = FrameReader(), _MessageBudget()
         async for data in content.iter_any():
-            messages = reader.feed(data)
             now = self._clock()
-            for message in messages:
+            self._bytes.spend(len(data), now)
+            for message in reader.feed(data):
                 if isinstance(message, Hello):
+                    self._bytes.spend(HELLO_BYTES, now)
                     if message.version != VERSION:
                         raise FrameError(f"the engine has version {message.version} of the stream, not {VERSION}")
                     budget.num_cores = max(1, len(message.cores))
@@ -153,6 +163,20 @@ class StateStream:
                     raise FrameError("the engine sent another message before Hello")
                 budget.spend(now)
                 self._receive(message, now)
+
+
+class _ByteBudget:
+    """Bound of the work that one replica's messages cause, over all its connections."""
+
+    def __init__(self, now: float) -> None:
+        self._left, self._since = float(MAX_BURST_BYTES), now
+
+    def spend(self, num_bytes: int, now: float) -> None:
+        """Count received bytes. Raises FrameError if there are too many."""
+        self._left = min(self._left + (now - self._since) * MAX_BYTES_PER_SECOND, MAX_BURST_BYTES) - num_bytes
+        self._since = now
+        if self._left < 0:
+            raise FrameError("the engine sends too many bytes")
 
 
 class _MessageBudget:

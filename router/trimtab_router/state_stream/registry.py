@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import median_low
 from typing import Any, Protocol
 
 from trimtab_router.endpoints.endpoint import Endpoint
@@ -64,7 +66,7 @@ class Registry:
         self._model_names = self._served_models
         self._separates_api_keys = False
         self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
-        """Canonical bytes per prompt token: the mean of the engines' measurements."""
+        """Canonical bytes per prompt token: the median of the engines' measurements."""
         self.tokens: tuple[str, ...] = ()
         """State tokens that the streams try in this order."""
 
@@ -208,15 +210,18 @@ class Registry:
         return bool(self._model_names) and model not in self._model_names
 
     def _learn(self, message: Message) -> None:
-        """Update the values that all requests share."""
+        """Update the values that all requests share: what most engines say, so that one of them cannot change it."""
         replicas = self._replicas.values()
         if isinstance(message, Hello):
             rules = [replica.hello.key_rule for replica in replicas if replica.hello is not None]
-            self._model_names = self._served_models.union(*(rule.models for rule in rules))
-            self._separates_api_keys = any(rule.separates_api_keys for rule in rules)
+            counts = Counter(name for rule in rules for name in frozenset(rule.models))
+            self._model_names = self._served_models.union(
+                name for name, count in counts.items() if 2 * count > len(rules)
+            )
+            self._separates_api_keys = 2 * sum(rule.separates_api_keys for rule in rules) > len(rules)
         measured = [replica.bytes_per_token for replica in replicas if replica.bytes_per_token > 0]
         if measured:
-            self.bytes_per_token = sum(measured) / len(measured)
+            self.bytes_per_token = median_low(measured)
 
 
 NO_PROMPT = PromptKeys((), 0)

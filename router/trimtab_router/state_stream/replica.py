@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from trimtab_router.endpoints.endpoint import Endpoint
 from trimtab_router.protocol.messages import (
+    MAX_CORES,
     Acknowledged,
     Coefficients,
     Delta,
@@ -37,13 +38,12 @@ EXPECTED_SECONDS = 5.0
 """Time after the predicted first token for which dispatched keys count as cached: a burst follows its first request."""
 MAX_APPROXIMATE_KEYS = 1 << 15
 """Dispatched keys that a replica without a stream is assumed to hold: 16 MiB of text."""
-MAX_CORES = 1024
-MAX_KEYS_PER_CORE = 1 << 21
-"""An engine's cache of 256 million tokens; more keys are ignored."""
+MAX_KEYS = 1 << 19
+"""Keys of a replica's cores, about 67 million tokens of text in 100 MB of memory; more are ignored."""
 MAX_TOKENS = 1 << 40
 MAX_REQUESTS = 1 << 20
 MAX_SECONDS = 3600.0
-MAX_ADAPTERS = 4096
+MIN_BYTES_PER_TOKEN, MAX_BYTES_PER_TOKEN = 1.0, 32.0
 
 Number = TypeVar("Number", int, float)
 
@@ -247,10 +247,11 @@ class Replica:
     def _add_keys(self, core: _Core, packed: bytes) -> None:
         if not self._has_keys:
             return
-        room = MAX_KEYS_PER_CORE - self._index.num_keys(self.state.index)
-        keys = unpack_keys(packed)[: max(0, room)]
         if core.keys is None and self.hello is not None and len(self.hello.cores) > 1:
             core.keys = set()
+        copies = sum(len(each.keys) for each in self._cores.values() if each.keys is not None)
+        room = MAX_KEYS - max(copies, self._index.num_keys(self.state.index))
+        keys = unpack_keys(packed)[: max(0, room)]
         if core.keys is not None:
             core.keys.update(keys)
         self._index.add(self.state.index, keys)
@@ -302,9 +303,9 @@ class Replica:
         seconds = min(_bounded(load.step_seconds, MAX_SECONDS) for load in loads)
         state.step_ends_at = now + seconds if seconds > 0 else None
         state.step_time = next((_step_time(core.coefficients) for core in cores if core.coefficients), None)
-        state.adapters = frozenset[str]().union(*(load.adapters[:MAX_ADAPTERS] for load in loads))
-        ratios = [ratio for load in loads if (ratio := _bounded(load.bytes_per_token, float(CUT_BYTES))) > 0]
-        self.bytes_per_token = sum(ratios) / len(ratios) if ratios else 0.0
+        state.adapters = frozenset[str]().union(*(load.adapters for load in loads))
+        ratios = [ratio for load in loads if (ratio := _bounded(load.bytes_per_token, MAX_BYTES_PER_TOKEN)) > 0]
+        self.bytes_per_token = max(sum(ratios) / len(ratios), MIN_BYTES_PER_TOKEN) if ratios else 0.0
 
 
 def _num_leading(keys: Sequence[int], held: Collection[int]) -> int:

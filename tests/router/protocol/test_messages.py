@@ -5,6 +5,9 @@ import random
 import msgspec
 import pytest
 from trimtab_router.protocol.messages import (
+    MAX_ACKNOWLEDGED,
+    MAX_CORES,
+    MAX_NAMES,
     Acknowledged,
     Beat,
     Delta,
@@ -49,6 +52,11 @@ def test_messages_survive_any_division_into_chunks(seed: int) -> None:
         (lambda body: len(body).to_bytes(4, "little") + body)(msgspec.msgpack.encode({"type": "unknown"})),
         (lambda body: len(body).to_bytes(4, "little") + body)(msgspec.msgpack.encode({"type": "delta", "core": "x"})),
         (lambda body: len(body).to_bytes(4, "little") + body)(b"\x91" * 5000),
+        encode_frame(Acknowledged([1] * (MAX_ACKNOWLEDGED + 1))),
+        encode_frame(Hello(1, "e", list(range(MAX_CORES + 1)), 16, KeyRule(1, 512))),
+        encode_frame(Hello(1, "e", [0], 16, KeyRule(1, 512, ["m"] * (MAX_NAMES + 1)))),
+        encode_frame(Snapshot(0, 0, Load(adapters=["a"] * (MAX_NAMES + 1)))),
+        encode_frame(Snapshot(0, 0, Load(adapters=["a" * 1000]))),
     ],
 )
 def test_bytes_that_are_no_message_are_an_error(data: bytes) -> None:

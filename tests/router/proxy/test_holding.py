@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
+import re
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
+import trimtab_router
 from stub_upstream import Received, StubUpstream, raw_client
 from trimtab_router.proxy import dispatcher as dispatcher_module
 from trimtab_router.scoring.state import StepTime
@@ -101,6 +106,26 @@ async def test_requests_wait_for_the_first_replica(routers: RouterFactory) -> No
     assert min(len(upstream.requests) for upstream in upstreams) > 50
     assert router.dispatcher.demand.held == 0
     assert router.dispatcher.body_bytes == 0
+
+
+async def test_jumps_of_the_wall_clock_change_nothing(routers: RouterFactory) -> None:
+    router = await routers.start(await routers.upstream())
+    set_load(router, router.upstreams[0], 5000)
+    years = itertools.cycle([1e9, -1e9])
+    with patch("time.time", lambda: 1e9 + next(years)):
+        answer = asyncio.create_task(post(router.port))
+        await router.held(1)
+        await asyncio.sleep(0.6)  # the queue looks for expired requests every 0.25 s
+        assert router.dispatcher.num_held == 1
+        assert router.dispatcher.demand.in_flight == 0
+        set_load(router, router.upstreams[0], 0)
+        assert (await answer)[0] == 200
+
+
+def test_only_monotonic_clocks_decide() -> None:
+    package = Path(trimtab_router.__file__).parent
+    wall = re.compile(r"\btime\.time\b|import time_ns\b|from time import .*\btime\b|\bdatetime\b|CLOCK_REALTIME")
+    assert [path.name for path in package.rglob("*.py") if wall.search(path.read_text())] == []
 
 
 async def test_hold_without_replicas_ends_with_503(routers: RouterFactory) -> None:

@@ -141,6 +141,17 @@ async def test_stream_of_a_lying_engine_is_closed(
     await until(lambda: state_of(registry).running == 1)
 
 
+async def test_work_of_a_lying_engine_is_bounded_over_its_connections(
+    follow: Callable[[FakeEngine], Awaitable[Registry]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MAX_BURST_BYTES", 2 * client.HELLO_BYTES)
+    monkeypatch.setattr(client, "MAX_BYTES_PER_SECOND", 0)
+    engine = FakeEngine([a_script(HELLO, Snapshot(0, 0, Load(running=1)), then_close=True)] * 2 + [a_script(HELLO)])
+    registry = await follow(engine)
+    await until(lambda: len(engine.requests) >= 4)
+    assert state_of(registry).running == 1  # the third Hello has changed nothing
+
+
 async def test_silent_stream_is_closed(
     follow: Callable[[FakeEngine], Awaitable[Registry]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,8 @@
 """The registry without streams: own dispatches are the load, dispatched keys the caches."""
 
 from trimtab_router.endpoints.endpoint import Endpoint
-from trimtab_router.protocol.prefix_keys import api_key_salt, prompt_keys
+from trimtab_router.protocol.messages import Hello, KeyRule, Load, Snapshot
+from trimtab_router.protocol.prefix_keys import CUT_BYTES, KEY_RULE, api_key_salt, prompt_keys
 from trimtab_router.scoring.state import RoutedRequest
 from trimtab_router.state_stream.registry import DEFAULT_BYTES_PER_TOKEN, Registry
 from trimtab_router.state_stream.replica import EXPECTED_SECONDS, MAX_APPROXIMATE_KEYS
@@ -114,6 +115,24 @@ def test_request_has_estimated_tokens_and_keys_of_its_model() -> None:
     assert (request.max_tokens, request.adapter, request.tenant, request.session) == (7, None, "t", "s")
     adapted = registry.routed_request({"model": "french", "prompt": TEXT})
     assert (adapted.adapter, adapted.keys) == ("french", prompt_keys({"prompt": TEXT}, adapter="french")[0].keys)
+
+
+def connect(registry: Registry, name: str, rule: KeyRule, bytes_per_token: float) -> None:
+    """Receive what the engine of that name would send first."""
+    for message in (Hello(1, "e", [0], 16, rule), Snapshot(0, 0, Load(bytes_per_token=bytes_per_token))):
+        registry._replicas[name].receive(message, 0.0)
+        registry._learn(message)
+
+
+def test_one_engine_cannot_change_what_all_requests_share() -> None:
+    registry = make_registry("a", "b", "c")
+    for name in ("a", "b"):
+        connect(registry, name, KeyRule(KEY_RULE, CUT_BYTES, ["alias"]), 4.0)
+    honest = registry.routed_request({"model": "french", "prompt": TEXT}, api_key=b"secret")
+    for ratio in (1e-300, 1e300):
+        connect(registry, "c", KeyRule(KEY_RULE, CUT_BYTES, ["french"], separates_api_keys=True), ratio)
+        assert registry.routed_request({"model": "french", "prompt": TEXT}, api_key=b"secret") == honest
+    assert registry.routed_request({"model": "alias", "prompt": TEXT}).adapter is None
 
 
 def test_request_of_token_ids_has_exact_length() -> None:

@@ -220,11 +220,18 @@ def test_numbers_of_a_lying_engine_are_bounded(value: float) -> None:
 
 
 def test_number_of_keys_of_a_lying_engine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab_router.state_stream.replica.MAX_KEYS_PER_CORE", 10)
+    monkeypatch.setattr("trimtab_router.state_stream.replica.MAX_KEYS", 10)
     replica = make_replica()
     connect(replica, Snapshot(0, 0, Load(), pack_keys(range(100))))
     replica.receive(Delta(1, 0, added=pack_keys(range(200, 300))), 0.0)
     assert replica._index.num_keys(0) == 10
+
+
+def test_equal_keys_of_many_cores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trimtab_router.state_stream.replica.MAX_KEYS", 10)
+    replica = make_replica()
+    connect(replica, *(Snapshot(0, core, Load(), pack_keys(range(6))) for core in range(50)))
+    assert sum(len(core.keys or ()) for core in replica._cores.values()) == 10
 
 
 def test_best_core_holds_most_leading_keys_and_has_a_slot() -> None:
