@@ -19,7 +19,6 @@ from trimtab_operator.tuner.prediction.capacity import Answer
 from trimtab_operator.tuner.rules.gain import UNSURE, attainment
 from trimtab_operator.tuner.samples import Phase
 from trimtab_operator.tuner.scaling.control_law import (
-    BURST_SHARE,
     LEVEL_SECONDS,
     MAX_SAMPLE_GAP_SECONDS,
     ScalingState,
@@ -111,7 +110,7 @@ def choose_replicas(
         hold=usual_hold(start, estimate_drain(state)),
         may_lower=may_lower,
         behavior=scaling.behavior,
-        growth=state.growth.quantile(BURST_SHARE, prior_sd=settings.caution.prior_sd),
+        growth=need.growth,
         holds_load=partial(_holds_requests_in_flight, situation),
         later=need.later,
         max_gap_seconds=max(MAX_SAMPLE_GAP_SECONDS, GAP_SAMPLES * settings.pace.sampling_seconds),

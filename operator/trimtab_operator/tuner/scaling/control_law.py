@@ -4,8 +4,8 @@ up       = the load not exceeded in `confidence` of the cases, one lead time ahe
 need     = the fewest replicas that are predicted to attain the objectives at that load, from the present requests on
 out      at once, to the need
 in       to the highest need of the hold time, all of which must have been observed: a start-up and a drain; ten
-         minutes if the load has doubled within a lead time in a twentieth of the observed cases; by a third of the
-         replicas at a time, or one; not within ten minutes after a scale-in that was reversed
+         minutes if a doubling of the load within a lead time is provisioned for; by a third of the replicas at a time,
+         or one; not within ten minutes after a scale-in that was reversed
 
 The lead time is what a new replica needs until its effect can be measured: start-up, one iteration and half of the
 window over which rates are measured.
@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from trimtab_operator.tuner.load.demand import Demand, Growth
 from trimtab_operator.tuner.scaling.behavior import Behavior, Policy, ScaleEvent, Unit, limit_change, stabilize
 
-BURST_GROWTH = 2.0  # growth within a lead time from which on a load is bursty …
-BURST_SHARE = 0.95  # … if it is exceeded in the other cases
+BURST_GROWTH = 2.0  # provisioned growth within a lead time from which on a load is bursty
 BURST_HOLD_SECONDS = 600.0  # of a bursty load: lulls of some minutes end sooner than a replica starts
 FORECAST_HOLD_SECONDS = 60.0  # if the forecast needs none of the removed replicas again
 MAX_DRAIN_SECONDS = 900.0  # that count for the hold time
@@ -151,7 +150,7 @@ def decide_count(
     """Return the replica count to request and the new state.
 
     `current` includes starting replicas. `hold`: hold time without bursts. `growth`: growth within a lead time that
-    BURST_SHARE of the cases did not exceed. `holds_load` returns whether fewer replicas attain the objectives with
+    is provisioned for. `holds_load` returns whether fewer replicas attain the objectives with
     the requests in flight. `later`: replicas needed, by a proven forecast, until a removed one could serve again. After
     more than `max_gap_seconds` without a sample, windows begin again.
     """
