@@ -1,6 +1,6 @@
 """Memory of activations that an earlier start measured, checked by small steps instead of measured again.
 
-On the CPU the memory of a step depends only on what the key contains, because it is counted as requests to torch
+On the CPU the memory of a step depends only on the values in the key, because it is counted as requests to torch
 (ADR-0017). An entry is used only if its key is equal, and if small steps that run now need exactly the memory that they
 needed when the entry was written. Entries are of single ranks: several ranks profile in collectives, so that all of
 them must measure or none.
@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, frozen=True):
     probe_peak: int
     """Memory of the small steps."""
     activations: int
-    """Memory of the envelope's steps, with all that small steps leave."""
+    """Memory of the envelope's steps, including buffers that small steps allocate once."""
     digest: str
     """Of the other fields: detects a damaged file."""
 
@@ -70,7 +70,7 @@ def remembered(key: str, probe: Callable[[], Growth], measure: Callable[[], int]
     if entry is not None and entry.is_confirmed_by(key, small):
         logger.info("profile: %.0f MiB of activations, measured by an earlier start", entry.activations / (1 << 20))
         return entry.activations
-    # What the small steps leave, such as buffers that are allocated once, is held during the others.
+    # Buffers that the small steps allocate once are held during the others.
     activations = max(cpu_activation_bytes(small.peak, 0), cpu_activation_bytes(small.kept, 0) + measure())
     _write(path, Entry.of(key, small, activations))
     return activations

@@ -80,7 +80,7 @@ def native_library() -> NativeLibrary | NativeUnavailable:
 
 
 def user_cache() -> Path:
-    """Return the user's folder for what later starts reuse: $TRIMTAB_CACHE, else $XDG_CACHE_HOME/trimtab."""
+    """Return the user's cache folder: $TRIMTAB_CACHE, else $XDG_CACHE_HOME/trimtab."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("TRIMTAB_CACHE") or f"{caches}/trimtab")
 

@@ -123,7 +123,7 @@ def test_real_start_and_real_second_start_agree(
 ) -> None:
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path))
     config = make_config(tiny_model)
-    rank.measure(config)  # so that what torch allocates once is there in both
+    rank.measure(config)  # allocates the buffers that torch keeps
     first = rank.measure(config)
     monkeypatch.setattr(type(rank.runner), "profile", lambda *_: pytest.fail("profiled"))
     assert rank.measure(config) == first
