@@ -215,21 +215,24 @@ class RegistrySource:
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic":
             return None if self.account is None else _basic(self.account)
-        said = dict(CHALLENGE.findall(rest))
-        if kind.lower() != "bearer" or not said.get("realm"):
+        parameters = dict(CHALLENGE.findall(rest))
+        if kind.lower() != "bearer" or not parameters.get("realm"):
             return None
-        if self.account is not None and self.url.startswith("https:") and not said["realm"].startswith("https:"):
+        if self.account is not None and self.url.startswith("https:") and not parameters["realm"].startswith("https:"):
             raise ModelError(
-                f"{self.host} has its tokens at {said['realm']}, without TLS, where its account would be sent in clear "
+                f"{self.host} has its tokens at {parameters['realm']}, without TLS, where its account would be sent in clear "
                 f"text; correct the registry's realm, or remove its account ({GIVE})"
             )
-        asked = {"service": said.get("service", ""), "scope": said.get("scope", f"repository:{self.repository}:pull")}
+        asked = {
+            "service": parameters.get("service", ""),
+            "scope": parameters.get("scope", f"repository:{self.repository}:pull"),
+        }
         if self.account is not None and self.account.token is not None:
             form = {**asked, "grant_type": "refresh_token", "refresh_token": self.account.token, "client_id": "trimtab"}
-            answer = self.client.post(said["realm"], data=form)
+            answer = self.client.post(parameters["realm"], data=form)
         else:
             account = {} if self.account is None else {"Authorization": _basic(self.account)}
-            answer = self.client.get(said["realm"], params=asked, headers=account)
+            answer = self.client.get(parameters["realm"], params=asked, headers=account)
         if answer.status_code in TRANSIENT:
             raise httpx.ReadError(f"the server that gives its tokens answers {answer.status_code}")
         try:

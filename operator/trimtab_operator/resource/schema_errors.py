@@ -17,7 +17,7 @@ from trimtab_operator.resource.limits import MAX_FINDINGS, shorten
 from trimtab_operator.resource.patterns import DURATION, EXAMPLES, HUB_SCHEME, MODEL_URI
 
 UNKNOWN = "extra_forbidden"  # pydantic's type of an unknown field
-SYNONYMS = {"url": "uri"}  # names that are too short to be found by similarity
+SYNONYMS = {"url": "uri", "tpot": "itl"}  # names that are too short to be found by similarity
 MAX_QUOTED_LENGTH = 128  # characters of a value or name that a message repeats
 
 
@@ -164,6 +164,11 @@ def _meant(unknown: str, root: type[BaseModel]) -> str | None:
     for each in siblings:
         if close and _plain(each) == close[0]:
             return each
+    begin = [
+        each for each in siblings if _plain(each).startswith(_plain(name)) or _plain(name).startswith(_plain(each))
+    ]
+    if len(begin) == 1:
+        return begin[0]
     meant = (_plain(name), _plain(name).removesuffix("parallelsize"))
     elsewhere = [place for place in places if _plain(place.rpartition(".")[2]) in meant]
     return min(elsewhere, key=lambda place: place.startswith("spec.router."), default=None)

@@ -59,7 +59,9 @@ def test_validation_messages_are_one_line_per_finding() -> None:
     ("spec", "told"),
     [
         ({"tensorParallelSize": 2}, "did you mean spec.parallelism.tensor?"),
-        ({"parallelism": {"tensorParallelSize": 2}}, "did you mean spec.parallelism.tensor?"),
+        ({"parallelism": {"tensorParallelSize": 2}}, "did you mean tensor?"),
+        ({"scaling": {"max": 3}}, "did you mean maxReplicas?"),
+        ({"objectives": {"tpot": {"target": "50ms"}}}, "did you mean itl?"),
         ({"resources": {}}, "did you mean spec.template.spec.containers[0].resources?"),
         ({"nodeSelector": {}}, "did you mean spec.template.spec.nodeSelector?"),
         ({"engine": {"gpuMemoryUtilisation": "0.5"}}, "did you mean gpuMemoryUtilization?"),
