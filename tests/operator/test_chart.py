@@ -52,6 +52,15 @@ def test_kubernetes_before_1_20_is_refused() -> None:
     assert helm("template", "t", str(CHART), "--kube-version", "1.19.0").returncode != 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "port"), [((), 8082), (("board.port=9000",), 9000), (("board.enabled=false",), 0)]
+)
+def test_board_has_its_own_port(settings: Sequence[str], port: int) -> None:
+    pod = one(render(*settings), "Deployment")["spec"]["template"]["spec"]
+    assert f"--board-port={port}" in pod["containers"][0]["args"]
+    assert 8082 not in [each["containerPort"] for each in pod["containers"][0]["ports"]]
+
+
 # --- CRD --------------------------------------------------------------------------------------------------------------
 
 

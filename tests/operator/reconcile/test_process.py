@@ -22,6 +22,7 @@ from aiohttp import web
 from kubernetes.aio.config import kube_config
 from one_lease import OneLease
 from small_api_server import SmallApiServer, make_kubeconfig
+from trimtab_operator.board.server import serve_board
 from trimtab_operator.kube import leader_election, watches
 from trimtab_operator.kube.client import Cluster
 from trimtab_operator.kube.leader_election import LeaderLease
@@ -53,7 +54,7 @@ OPTIONS = Options(
     service_name="trimtab-operator",
     liveness_port=0,
     metrics_port=0,
-    board_port=0,
+    board_port=1,  # as the webhook's
     installation=Installation(),
 )
 
@@ -74,6 +75,12 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found["metrics"] = port_of(made)
         return made
 
+    async def shown(_port: int, *arguments: Any) -> web.AppRunner | None:
+        made = await serve_board(0, *arguments)
+        assert made is not None
+        found["board"] = port_of(made)
+        return made
+
     async def started(webhook: Webhook, _port: int) -> web.AppRunner:
         made = await start(webhook, 0)
         found["webhook"] = port_of(made)
@@ -81,6 +88,7 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(runner, "serve_health", serving)
     monkeypatch.setattr(runner, "serve_metrics", telling)
+    monkeypatch.setattr(runner, "serve_board", shown)
     monkeypatch.setattr(Webhook, "start", started)
     monkeypatch.setattr(Webhook, "withdraw", lambda webhook: withdraw(webhook, after_seconds=0.0))
     return found
@@ -141,6 +149,7 @@ async def test_busy_loop_does_not_delay_lease_webhook_or_probes(
         renewed = server.writes[LEASE] - before
         probed = asked(f"http://127.0.0.1:{ports['health']}/healthz")
         told = asked(f"http://127.0.0.1:{ports['metrics']}/metrics")
+        board = json.loads(asked(f"http://127.0.0.1:{ports['board']}/api/deployments"))
         review = {"request": {"uid": "u", "operation": "DELETE", "object": None}}
         verdict = json.loads(asked(f"https://127.0.0.1:{ports['webhook']}/validate", review))
 
@@ -148,6 +157,7 @@ async def test_busy_loop_does_not_delay_lease_webhook_or_probes(
         assert await operator == 0
     assert renewed >= RENEWALS
     assert probed == "ok"
+    assert board["deployments"] == []
     assert "trimtab_operator_leader 1.0" in told
     assert verdict["response"]["allowed"]
     assert server.objects[LEASE]["spec"]["holderIdentity"] == "", "it was given back"
