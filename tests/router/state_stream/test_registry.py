@@ -124,7 +124,7 @@ def connect(registry: Registry, name: str, rule: KeyRule, bytes_per_token: float
         registry._learn(message)
 
 
-def test_one_engine_cannot_change_what_all_requests_share() -> None:
+def test_lying_engine_cannot_change_shared_values() -> None:
     registry = make_registry("a", "b", "c")
     for name in ("a", "b"):
         connect(registry, name, KeyRule(KEY_RULE, CUT_BYTES, ["alias"]), 4.0)
