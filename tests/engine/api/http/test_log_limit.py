@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-from trimtab_engine.api.http import log_limit
 from trimtab_engine.api.http.log_limit import MAX_WARNINGS_PER_PERIOD, PERIOD_SECONDS, RepeatedWarnings
 
 LOGGER = logging.getLogger("tests.log_limit")
@@ -12,7 +11,7 @@ LOGGER = logging.getLogger("tests.log_limit")
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(log_limit.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("trimtab_engine.api.http.log_limit.time.monotonic", lambda: now[0])
     LOGGER.filters = [RepeatedWarnings()]
     return now
 
