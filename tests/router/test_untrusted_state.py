@@ -98,7 +98,7 @@ def test_routers_that_disagree_answer_every_request(start: Callable[..., Router]
         replicas = [Counter(replica for _, replica in each) for each in answers]
         assert {status for each in answers for status, _ in each} == {200}
         assert replicas[0] == {f"127.0.0.1:{second}": 12}
-        for spread in replicas[1:]:  # what they send counts, although the state that they see does not change
+        for spread in replicas[1:]:  # their own requests count, although the state does not change
             assert min(spread.values(), default=0) >= 3, replicas
         for router in routers:
             assert router.process.poll() is None

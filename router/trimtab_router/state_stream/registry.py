@@ -210,7 +210,7 @@ class Registry:
         return bool(self._model_names) and model not in self._model_names
 
     def _learn(self, message: Message) -> None:
-        """Update the values that all requests share: what most engines say, so that one of them cannot change it."""
+        """Update the values that all requests share. They follow the majority: no single engine can change them."""
         replicas = self._replicas.values()
         if isinstance(message, Hello):
             rules = [replica.hello.key_rule for replica in replicas if replica.hello is not None]
