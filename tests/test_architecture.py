@@ -56,7 +56,7 @@ def test_named_paths_exist() -> None:
 
 @pytest.mark.parametrize("title", ["Operator packages", "Engine packages"])
 def test_large_modules_are_named(title: str) -> None:
-    """The folders that are left out say enough, or have a page of their own."""
+    """Folders that are left out have single-purpose files, or a page of their own."""
     folder = PACKAGES[title]
     left_out = ("flags/", "bench/", "models/", "multimodal/", "messages/", "board/", "tuner/")
     modules = [path for path in folder.rglob("*.py") if len(path.read_text().splitlines()) >= 180]

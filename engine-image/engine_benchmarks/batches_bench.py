@@ -162,8 +162,8 @@ def page(killed: tuple[int, int, list[int], float], found: MixedTimes) -> str:
     return f"""# Batches
 
 Batches of `POST /v1/batches` ([guide](../guides/batches.md)) with SmolLM2-135M-Instruct on a shared machine with two
-CPU cores. Lines have about {LINE_WORDS} prompt tokens and {LINE_OUTPUT_TOKENS} output tokens, interactive requests about
-{PROMPT_WORDS} and {OUTPUT_TOKENS}.
+CPU cores. Lines have about {LINE_WORDS} prompt tokens and {LINE_OUTPUT_TOKENS} output tokens, interactive requests
+about {PROMPT_WORDS} and {OUTPUT_TOKENS}.
 
 | measured | figure | bar |
 | --- | --- | --- |

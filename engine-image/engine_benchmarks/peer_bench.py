@@ -4,7 +4,7 @@
 
 Both serve the OpenAI API and the same model. Each round sends one batch of new random prompts to the first server and
 the same batch to the second one, without end-of-sequence tokens. "Busy" programs compute without end at the servers'
-priority. Figures are medians over the rounds; ratios are those of single rounds, because the machine's speed varies.
+priority. Figures are medians over the rounds; a ratio is of one round, because the machine's speed varies.
 """
 
 import argparse
@@ -38,19 +38,19 @@ class Compared:
     prompt: int
     output: int
     busy: int
-    ours: list[float]
+    first: list[float]
     peer: list[float]
 
     @property
     def ratio(self) -> float:
-        """Median over the rounds of our rate over the peer's."""
-        return statistics.median(a / b for a, b in zip(self.ours, self.peer, strict=True))
+        """Median over the rounds of the first server's rate over the peer's."""
+        return statistics.median(a / b for a, b in zip(self.first, self.peer, strict=True))
 
     def row(self) -> str:
         """Return the line of a Markdown table."""
-        ours, peer = statistics.median(self.ours), statistics.median(self.peer)
+        first, peer = statistics.median(self.first), statistics.median(self.peer)
         load = f"{self.batch} × {self.prompt} + {self.output}"
-        return f"| {load} | {self.busy} | {ours:,.1f} | {peer:,.1f} | {self.ratio:.2f} |"
+        return f"| {load} | {self.busy} | {first:,.1f} | {peer:,.1f} | {self.ratio:.2f} |"
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def compare(urls: tuple[str, str], load: tuple[int, int, int], busy: int, rounds
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and write the figures. Return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("ours", help="URL of the first server")
+    parser.add_argument("first", help="URL of the first server")
     parser.add_argument("peer", help="URL of the server that it is compared with")
     parser.add_argument(
         "--busy", type=int, nargs="+", default=[0, 1, 2], help="numbers of busy programs (default: 0 1 2)"
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = []
     for busy in options.busy:
         for index in options.loads:
-            found.append(compare((options.ours, options.peer), LOADS[index], busy, options.rounds))
+            found.append(compare((options.first, options.peer), LOADS[index], busy, options.rounds))
             print(found[-1].row(), flush=True)
     if options.output is not None:
         write_text(options.output, json.dumps([asdict(one) for one in found], indent=1) + "\n")

@@ -20,7 +20,6 @@ import torch
 import trimtab_kernels
 from trimtab_kernels.native.library import NativeLibrary, native_library, user_cache
 
-import trimtab_engine
 from trimtab_engine.config.engine import EngineConfig
 from trimtab_engine.device.allocations import Growth
 from trimtab_engine.memory.encoder import EncoderLimits
@@ -83,7 +82,9 @@ def profile_key(config: EngineConfig, facts: ModelFacts, num_threads: int) -> st
         "config": msgspec.to_builtins(msgspec.structs.replace(config, data_parallel_rendezvous=None)),
         "facts": repr(facts),
         "versions": [version("trimtab"), str(torch.__version__), platform.python_version()],
-        "sources": [_sources(package) for package in (trimtab_engine, trimtab_kernels)],
+        "sources": [
+            _sources(folder) for folder in (Path(__file__).parents[1], Path(str(trimtab_kernels.__file__)).parent)
+        ],
         "cpu": [
             platform.machine(),
             torch.backends.cpu.get_cpu_capability(),
@@ -94,10 +95,9 @@ def profile_key(config: EngineConfig, facts: ModelFacts, num_threads: int) -> st
     return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()
 
 
-def _sources(package: object) -> str:
-    """Return a hash of the names, sizes and times of a package's sources, for development without a new version."""
-    root = Path(str(getattr(package, "__file__", ""))).parent
-    found = sorted((str(path.relative_to(root)), path.stat()) for path in root.rglob("*.py"))
+def _sources(folder: Path) -> str:
+    """Return a hash of the names, sizes and times of sources, for development without a new version."""
+    found = sorted((str(path.relative_to(folder)), path.stat()) for path in folder.rglob("*.py"))
     return hashlib.sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]).encode()).hexdigest()
 
 

@@ -220,8 +220,8 @@ class RegistrySource:
             return None
         if self.account is not None and self.url.startswith("https:") and not parameters["realm"].startswith("https:"):
             raise ModelError(
-                f"{self.host} has its tokens at {parameters['realm']}, without TLS, where its account would be sent in clear "
-                f"text; correct the registry's realm, or remove its account ({GIVE})"
+                f"{self.host} has its tokens at {parameters['realm']}, without TLS, where its account would be sent in "
+                f"clear text; correct the registry's realm, or remove its account ({GIVE})"
             )
         asked = {
             "service": parameters.get("service", ""),

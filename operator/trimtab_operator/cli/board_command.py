@@ -90,8 +90,8 @@ def _check_board(cluster: Cluster, pod: str, port: int) -> None:
         status = connection.getresponse().status
     except ApiError as error:
         exit_with_error(
-            f"board: cannot forward a port to {pod} ({error.reason}); it needs permission to create pods/portforward in "
-            f"namespace {cluster.namespace}"
+            f"board: cannot forward a port to {pod} ({error.reason}); it needs permission to create pods/portforward "
+            f"in namespace {cluster.namespace}"
         )
     except (OSError, http.client.HTTPException):
         exit_with_error(f"board: port {port} of {pod} does not answer; see its log for --board-port")

@@ -255,8 +255,8 @@ class _Iteration:
             self._apply_now(move)
 
     def update_violated_since(self) -> None:
-        """Record since when the attainment has been below the objective. With too few requests, a violation ends once no
-        replica has a queue.
+        """Record since when the attainment has been below the objective. With too few requests, a violation ends when
+        no replica has a queue.
         """
         share, _ = self._attained(self.now - ATTAINMENT_WINDOW_SECONDS)
         if share is None:

@@ -26,9 +26,9 @@ def test_compare_sends_same_prompts_in_turns(monkeypatch: pytest.MonkeyPatch) ->
         return 100.0 * len(sent)
 
     monkeypatch.setattr(peer_bench, "tokens_per_second", rate)
-    compared = compare(("ours", "peer"), (2, 5, 7), busy=0, rounds=2)
-    assert [url for url, _, _ in sent] == ["ours", "peer"] * 3
-    assert (compared.ours, compared.peer) == ([300.0, 500.0], [400.0, 600.0])  # the first round warms up
+    compared = compare(("a", "b"), (2, 5, 7), busy=0, rounds=2)
+    assert [url for url, _, _ in sent] == ["a", "b"] * 3
+    assert (compared.first, compared.peer) == ([300.0, 500.0], [400.0, 600.0])  # the first round warms up
     for (_, first, length), (_, second, _) in zip(sent[::2], sent[1::2], strict=True):
         assert first == second
         assert [len(prompt) for prompt in first] == [5, 5]
@@ -83,4 +83,4 @@ def test_main_prints_table_and_writes_rounds(
         main(["http://a", "http://b", "--busy", "0", "1", "--loads", "3", "--rounds", "2", "--output", str(file)]) == 0
     )
     assert capsys.readouterr().out.splitlines()[2:] == [f"| 4 × 1024 + 16 | {n} | 2.0 | 1.0 | 2.00 |" for n in (0, 1)]
-    assert [one["ours"] for one in json.loads(file.read_text())] == [[2.0, 2.0]] * 2
+    assert [one["first"] for one in json.loads(file.read_text())] == [[2.0, 2.0]] * 2

@@ -11,7 +11,8 @@ EXECUTED = "from trimtab_engine.ipc.process_age import process_age; print(proces
 
 
 def test_age_continues_in_an_executed_program() -> None:
-    program = f"import os, sys, time; time.sleep({SLEEP_SECONDS}); os.execv(sys.executable, [sys.executable, '-c', {EXECUTED!r}])"
+    program = f"import os, sys, time; time.sleep({SLEEP_SECONDS}); "
+    program += f"os.execv(sys.executable, [sys.executable, '-c', {EXECUTED!r}])"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert float(printed) >= SLEEP_SECONDS - CLOCK_TICK_SECONDS
 
