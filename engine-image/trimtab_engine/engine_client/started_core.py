@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from trimtab_engine.config.core_environment import core_environment
-from trimtab_engine.engine_client.early_core import CORE_COMMAND, EarlyCore, take_early_core
+from trimtab_engine.engine_client.early_core import CORE_COMMAND as CORE_COMMAND
+from trimtab_engine.engine_client.early_core import EarlyCore, take_early_core
 from trimtab_engine.errors import EngineDead
 from trimtab_engine.ipc.parent_death import environment_with_parent
 from trimtab_engine.messages.lifecycle import CoreStart
