@@ -17,7 +17,7 @@ TOOK = ; code=$$?; $(DEV_TOOL) took; exit $$code
 DRY := $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 NODES = $(addprefix --workers ,$(WORKERS))
 # Expected seconds on two idle cores, printed in advance.
-TEST_SECONDS := 1020
+TEST_SECONDS := 1500
 # Most tests wait for processes that they start, so two jobs are nearly twice as fast as one, even on two cores.
 TEST_JOBS ?= 2
 E2E_SECONDS := 1700
@@ -84,7 +84,7 @@ schema-current: venv ## CRD and validation errors on a current Kubernetes API se
 
 # Sets of strings have the same order in each run, so that failures are reproducible.
 test: export PYTHONHASHSEED := 0
-test: ## unit tests with a real model: no cluster, no network (20 min)
+test: ## unit tests with a real model: no cluster, no network (25 min)
 	@$(DEV_TOOL) set-up --for "make test" --then "the tests" --then-seconds $(TEST_SECONDS) $(DRY) python model
 	@$(if $(DRY),,$(DEV_TOOL) stage --about $(TEST_SECONDS) tests -- $(BIN)/pytest tests --numprocesses $(TEST_JOBS) --dist loadfile --durations=10 $(TOOK))
 
