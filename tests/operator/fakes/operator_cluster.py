@@ -530,7 +530,7 @@ class FakeCluster:
                 pod["status"]["containerStatuses"] = [{"state": {"terminated": {"exitCode": code, "message": words}}}]
                 continue
             fellows = self._fellows(pod)
-            is_up = all(map(self._has_started, fellows)) and len(set(map(_shared_flags, fellows))) == 1
+            is_up = all(map(self._has_started, fellows)) and len(set(map(_shared_flags, fellows))) <= 1
             ready = {"type": "Ready", "status": str(is_up and name not in self.unready)}
             scheduled = [c for c in pod["status"].get("conditions", []) if c["type"] == "PodScheduled"]
             ends = self.restarts.get(pod["metadata"]["uid"], 0)
