@@ -43,7 +43,8 @@ def _numbered_from_0(cluster: FakeCluster, text: str) -> str:
     services = ((name, m["spec"].get("clusterIP")) for (kind, name), m in cluster.objects.items() if kind == "Service")
     for name, address in services:
         text = re.sub(rf"--master-addr={re.escape(str(address))}(?!\d)", f"--master-addr={name}", text)
-    text = re.sub(r"\bm-g(\d+)", lambda name: f"m-g{new.get(name[1], name[1])}", text)
+    # A message may name a replica that was removed since.
+    text = re.sub(r"\bm-g(\d+)", lambda name: f"m-g{new.get(name[1], '-removed')}", text)
     return re.sub(r'("trimtab.dev/group": ")(\d+)', lambda label: label[1] + new.get(label[2], label[2]), text)
 
 

@@ -28,7 +28,7 @@ from trimtab_operator.tuner.state import TunerState
 BATCHES = 20
 SCALED_SHARE = 0.06
 SCALED_BATCHES = 6
-STILL_TICKS = 3  # nothing is decided on replicas at the first look, nor while one starts
+STILL_TICKS = 12  # steps of a scale-in are a hold time apart: a start-up and a drain
 QUICK = {"startTimeout": "20s", "drainTimeout": "1s"}
 MOST_REPLICAS = 3
 SURGES: tuple[int | str, ...] = (0, 1, 1, "50%")
