@@ -190,13 +190,13 @@ async def test_day_range_has_coarse_points(page: Page) -> None:
 @pytest.mark.parametrize("size", [PHONE, DESKTOP])
 async def test_page_fits_the_width(page: Page, size: tuple[int, int]) -> None:
     await page.resize(*size)
-    assert await page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    await page.wait(f"document.documentElement.scrollWidth <= {size[0]}")  # charts are drawn again
     controls = "[...document.querySelectorAll('button, a:not(.skip), input')]"
     small = f"{controls}.filter((e) => e.getBoundingClientRect().height < 18).map((e) => e.outerHTML.slice(0, 80))"
     assert await page.evaluate(small) == []
     outside = "[...document.querySelectorAll('figure svg, #marks button, #cards li')].filter((e) => "
     outside += "e.getBoundingClientRect().right > innerWidth || e.getBoundingClientRect().left < 0).length"
-    assert await page.evaluate(outside) == 0
+    await page.wait(f"{outside} === 0")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

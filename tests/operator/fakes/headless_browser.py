@@ -50,8 +50,12 @@ class Page:
     async def open(self, url: str, *, until: str) -> None:
         """Open a URL, and wait until a JavaScript expression is true."""
         await self.call("Page.navigate", url=url)
+        await self.wait(f"location.href !== 'about:blank' && Boolean({until})")
+
+    async def wait(self, until: str) -> None:
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while not await self.evaluate(f"location.href !== 'about:blank' && Boolean({until})"):
+        while not await self.evaluate(until):
             assert time.monotonic() < deadline, f"{until} did not become true"
             await asyncio.sleep(0.05)
 
