@@ -3,13 +3,16 @@
 from pathlib import Path
 
 import pytest
-from trimtab_kernels.native.build import build, compiler, library_name
+from trimtab_kernels.native.build import FOLDER, build, compiler, library_name
 from trimtab_kernels.native.library import NativeLibrary, open_library, usable_instruction_sets
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the current sources."""
+    """Return the package's libraries if they were compiled from the current sources, else compile them."""
+    paths = {name: FOLDER / library_name(name) for name in usable_instruction_sets()}
+    if paths and all(isinstance(open_library(path, name), NativeLibrary) for name, path in paths.items()):
+        return FOLDER
     if compiler() is None:
         pytest.skip("no C compiler here")
     folder = tmp_path_factory.mktemp("compiled")
