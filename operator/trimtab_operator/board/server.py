@@ -19,6 +19,7 @@ from trimtab_operator.board.recorder import Record, Recorder
 from trimtab_operator.board.timeline import FINE_STEP_SECONDS, Series
 from trimtab_operator.tuner.explanation import GUIDE, describe_expectation
 from trimtab_operator.tuner.moves import Decision
+from trimtab_operator.tuner.stored import decision_to_json
 
 logger = logging.getLogger(__name__)
 
@@ -138,18 +139,11 @@ def _problem(status: Mapping[str, Any]) -> str | None:
 
 
 def _decision(decision: Decision) -> dict[str, Any]:
-    move = decision.move
+    shown = {name: value for name, value in decision_to_json(decision).items() if name not in ("evidence", "expected")}
     return {
-        "id": decision.id,
-        "at": decision.at,
-        "reason": move.reason.value,
-        "target": move.target.value,
-        "from": move.before,
-        "to": move.after,
-        "sentence": decision.sentence,
-        "predictions": [describe_expectation(entry) for entry in move.expected],
-        "guideline": GUIDE.get(move.reason),
-        "outcome": decision.outcome,
+        **shown,
+        "predictions": [describe_expectation(entry) for entry in decision.move.expected],
+        "guideline": GUIDE.get(decision.move.reason),
     }
 
 

@@ -36,13 +36,19 @@ def use_program(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr(early_core, "CORE_COMMAND", (sys.executable, "-c", program))
 
 
-async def test_launcher_uses_the_early_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_program(monkeypatch, READY)
+async def launch(monkeypatch: pytest.MonkeyPatch, program: str) -> tuple[CoreLauncher, CoreClient]:
+    """Start a program as the early core, and a launcher that takes it."""
+    use_program(monkeypatch, program)
     start_early_core(["serve", "MODEL"])
     launcher = CoreLauncher(EngineConfig(model="m"))
     client = CoreClient(launcher.addresses[0])
     client.open()
     await launcher.start(client)
+    return launcher, client
+
+
+async def test_launcher_uses_the_early_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, client = await launch(monkeypatch, READY)
     await asyncio.wait_for(client.loaded.wait(), DEADLINE_SECONDS)
     assert take_early_core() is None
     await asyncio.wait_for(launcher.close(client), DEADLINE_SECONDS)
@@ -59,12 +65,7 @@ async def test_launcher_uses_the_early_core(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 async def test_early_core_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch, program: str, message: str) -> None:
-    use_program(monkeypatch, program)
-    start_early_core(["serve", "MODEL"])
-    launcher = CoreLauncher(EngineConfig(model="m"))
-    client = CoreClient(launcher.addresses[0])
-    client.open()
-    await launcher.start(client)
+    launcher, client = await launch(monkeypatch, program)
     await asyncio.wait_for(client.ended.wait(), DEADLINE_SECONDS)
     await launcher.close(client)
     assert client.failure is not None
